@@ -107,7 +107,7 @@ def preference_loss(
     )
 
 
-def collate(pairs: list[dict], device) -> tuple[Tensor, Tensor]:
+def collate_pairs(pairs: list[dict], device) -> tuple[Tensor, Tensor]:
     """Return all chosen sides, then all rejected ones: input_ids (2n, L), padded on the right, and
     a mask (2n, L) of the last token of each. Without pairs there is one row of padding, of which
     nothing is read.
@@ -259,7 +259,7 @@ def load_pairs(flag: str, name: str, split: str, tokenizer, stop_ids: list[int],
     return leave_out(where, pairs, lengths <= args.max_length, why)
 
 
-def load_train_and_eval(args: Args, tokenizer, stop_ids: list[int]) -> tuple:
+def load_train_and_eval_pairs(args: Args, tokenizer, stop_ids: list[int]) -> tuple:
     """Return the pairs to train on, and those to evaluate on, which are never trained on (none with
     --eval_every 0).
     """
@@ -305,7 +305,7 @@ def score_pairs(
         if interrupt.agreed():
             return None
         with torch.no_grad():
-            scores = model(*collate([pairs[i] for i in cut], world.device))
+            scores = model(*collate_pairs([pairs[i] for i in cut], world.device))
         local += zip(cut, scores.view(2, -1).T.tolist())
     return torch.tensor(
         [scores for _, scores in sorted(world.all_gather(local))], dtype=torch.float64
@@ -353,7 +353,7 @@ def main(args: Args) -> None:
     world = utils.setup_processes()
     run = Run(args, __file__, world)
     tokenizer, stop_ids = loading.load_tokenizer_and_stop_ids(args)
-    pairs, eval_pairs = load_train_and_eval(args, tokenizer, stop_ids)
+    pairs, eval_pairs = load_train_and_eval_pairs(args, tokenizer, stop_ids)
     total_steps = count_steps(args.passes, pairs, args.batch_size)
     precision = loading.precision(args.precision, world.device)
     sharding = Sharding(args, world, precision)
@@ -393,7 +393,7 @@ def main(args: Args) -> None:
         for number, cut in enumerate(cuts, 1):
             micro = [batch[i] for i in cut]
             set_gradient_sync(wrapped, number == len(cuts))
-            scores = wrapped(*collate(micro, world.device)).view(2, -1)  # (2, n)
+            scores = wrapped(*collate_pairs(micro, world.device)).view(2, -1)  # (2, n)
             margins = torch.tensor(
                 [pair["margin"] for pair in micro],
                 device=world.device,

@@ -85,7 +85,7 @@ def from_file(cls: type, path: str) -> dict:
         values = json.load(file) if path.endswith(".json") else yaml.safe_load(file)
         if isinstance(values, dict) and "args" in values:
             values = getattr(cls, "from_run", dict)(values["args"])
-    rows.check(f"--config {path}", values, TypeAdapter(cls))
+    rows.validate(f"--config {path}", values, TypeAdapter(cls))
     for name in values.keys() - cls.__dataclass_fields__:
         fail(f"--config {path}: there is no flag {name!r}")
     return values

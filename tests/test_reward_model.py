@@ -24,7 +24,14 @@ import utils
 from assets.tasks import arithmetic_pairs
 from plumbing.data import mixture as data
 from plumbing.models import loading as models
-from reward_model import Args, collate, load_pairs, pair_statistics, preference_loss, score_pairs
+from reward_model import (
+    Args,
+    collate_pairs,
+    load_pairs,
+    pair_statistics,
+    preference_loss,
+    score_pairs,
+)
 
 F64 = torch.float64
 NAN = math.nan
@@ -91,7 +98,7 @@ def test_pair_statistics():
 
 
 def random_pairs() -> list[dict]:
-    """Pairs of many lengths; ids 0 (what `collate` pads with) and 1 (end) stand anywhere, also at
+    """Pairs of many lengths; ids 0 (what `collate_pairs` pads with) and 1 (end) stand anywhere, also at
     the very end.
     """
     numbers = torch.Generator().manual_seed(0)
@@ -132,7 +139,7 @@ def test_scores_by_a_plain_forward_of_each_side_alone(model_folder, family):
         )
     for budget in (1, 60, 10_000):
         for cut in reward_model.cut_pairs(pairs, budget, world):
-            assert len(cut) == 1 or collate([pairs[i] for i in cut], CPU)[0].numel() <= budget
+            assert len(cut) == 1 or collate_pairs([pairs[i] for i in cut], CPU)[0].numel() <= budget
         got = score_pairs(scalar, pairs, budget, interrupt, world)
         torch.testing.assert_close(got, double(*expected), rtol=0, atol=EXACT.get(family, 1e-5))
     assert got.dtype == F64 and not got.requires_grad
@@ -297,7 +304,7 @@ def split(
     flags["model"] = str(helpers.ROOT / "assets/tiny")
     if held_out is not None:
         flags["eval_dataset"] = write_rows(tmp_path / "eval.jsonl", held_out)
-    pairs = reward_model.load_train_and_eval(Args(**flags), PLAIN, [1])
+    pairs = reward_model.load_train_and_eval_pairs(Args(**flags), PLAIN, [1])
     return tuple([pair["prompt"] for pair in part] for part in pairs)
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Literal, NamedTuple, Sequence
 
 from pydantic import BaseModel, Field, TypeAdapter
 
-from plumbing.data.rows import check
+from plumbing.data.rows import validate
 from utils import exit_on_error, fail, first_line
 
 # The columns that are looked for, in this order; a dot goes into an object. They are those of
@@ -139,14 +139,14 @@ def prompt_and_answer(
     prompt = row[prompt_column]
     answer = value_at(row, answer_column)
     if is_turn_of_assistant(prompt):
-        last_turn = check(where, prompt, MESSAGES, "turn")[-1].text
+        last_turn = validate(where, prompt, MESSAGES, "turn")[-1].text
         prompt = prompt[:-1]
         answer = answer if is_filled(answer) else last_turn
     # IFEval's rows, for the reward ifeval
     if answer is None and is_filled(row.get("instruction_id_list")):
         answer = {"instruction_id": row["instruction_id_list"], "kwargs": row.get("kwargs")}
     if is_turn_of_assistant(answer):  # TRL's completions are messages, too
-        answer = check(where, answer, MESSAGES, "turn")[-1].text
+        answer = validate(where, answer, MESSAGES, "turn")[-1].text
     return prompt, answer
 
 
@@ -212,8 +212,8 @@ def interleave(where: str, src, tgt) -> list[dict]:
     src, tgt = (
         [turns] if isinstance(turns, str) else turns for turns in (src, [] if tgt is None else tgt)
     )
-    check(f"{where}: src", src, TURNS, "turn")
-    check(f"{where}: tgt", tgt, TURNS, "turn")
+    validate(f"{where}: src", src, TURNS, "turn")
+    validate(f"{where}: tgt", tgt, TURNS, "turn")
     if not src or not len(src) - 1 <= len(tgt) <= len(src):
         fail(
             f"{where}: has {len(src)} turns in src and {len(tgt)} in tgt, which requires as many or one less"
@@ -230,7 +230,7 @@ def interleave(where: str, src, tgt) -> list[dict]:
 def as_messages(where: str, prompt, system_prompt: str) -> list[dict]:
     """Return a prompt, text or messages, as messages with texts, the system turn included."""
     turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    checked = check(f"{where} prompt", turns, MESSAGES, "turn")
+    checked = validate(f"{where} prompt", turns, MESSAGES, "turn")
     messages = [{**turn, "content": message.text} for turn, message in zip(turns, checked)]
     if not messages[-1]["content"].strip():
         fail(f"{where}: the last turn of the prompt is empty")

@@ -91,7 +91,7 @@ def as_lines(where: str, rows):
     """Return rows as a data set of lines of JSON."""
     import datasets
 
-    lines = list(map(json.dumps, check(where, list(rows), ROWS)))
+    lines = list(map(json.dumps, validate(where, list(rows), ROWS)))
     return datasets.Dataset.from_dict({LINE: lines})
 
 
@@ -134,7 +134,7 @@ def parse(where: str, table, indices: Iterable[int]) -> Iterator[tuple[int, dict
         if is_lines:
             with exit_on_error(at):
                 row = json.loads(row)
-        yield i + 1, check(at, row, ROW)
+        yield i + 1, validate(at, row, ROW)
 
 
 def first_rows(where: str, rows) -> list[dict]:
@@ -178,7 +178,7 @@ ROWS = TypeAdapter(list[dict[str, object]])
 ENTRIES = TypeAdapter(list[MixtureEntry])
 
 
-def check(where: str, value, adapter: TypeAdapter, item: str = "row"):
+def validate(where: str, value, adapter: TypeAdapter, item: str = "row"):
     """Return a value as pydantic reads it; exit with code 2, and the item, field and message of
     pydantic's first error.
 
@@ -209,7 +209,7 @@ def read_parts(flag: str, name: str, split: str) -> list[tuple]:
     if not any("filepath" in row for row in entries):
         return [(path, rows, 1.0)]
     parts = []
-    for entry in check(where, entries, ENTRIES, "entry"):
+    for entry in validate(where, entries, ENTRIES, "entry"):
         in_folder = os.path.join(os.path.dirname(path), entry.filepath)
         source = in_folder if os.path.exists(split_of(in_folder)[0]) else entry.filepath
         parts.append((entry.filepath, read_rows(f"{where}:", source, split), entry.prob))
