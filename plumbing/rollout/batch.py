@@ -37,9 +37,9 @@ class Sample:
     """One response to a prompt, and its scores."""
 
     row: Row
-    # (t,) int32, up to and including the stop token; observations of a conversation, too
+    # (T,) int32, up to and including the stop token; observations of a conversation, too
     response: np.ndarray | list[int]
-    outputs: Mapping[str, np.ndarray | list]  # (t,) float32, by name
+    outputs: Mapping[str, np.ndarray | list]  # (T,) float32, by name
     stopped: bool  # whether it ended before --max_response_length cut it off
     conversation: "Conversation | None" = None  # with --tools or --environment
     text: str = ""
