@@ -245,13 +245,10 @@ class Batch:
     scores: Tensor  # (N,), what a response is trained with; NaN for one that is left out
 
     @staticmethod
-    def from_samples(
-        samples: list[Sample], device: torch.device, scores: Tensor | None = None
-    ) -> "Batch":
+    def from_samples(samples: list[Sample], device: torch.device) -> "Batch":
         """Return a batch of some responses; their per-token outputs are padded to the longest.
 
-        Args:
-            scores: (N,), as in `Batch`; None: NaN, until the script has made them.
+        Its scores are NaN until the script makes them.
         """
         lengths = torch.tensor([len(x.response) for x in samples], device=device)
         tokens = {
@@ -268,8 +265,7 @@ class Batch:
             for name in {name: None for x in samples for name in x.scores}
         }
         stopped = torch.tensor([x.stopped for x in samples], device=device)
-        if scores is None:
-            scores = torch.full(stopped.shape, math.nan, dtype=torch.float64, device=device)
+        scores = torch.full(stopped.shape, math.nan, dtype=torch.float64, device=device)
         return Batch(samples, stopped, components, tokens, scores)
 
     @property
@@ -383,7 +379,8 @@ def sample_groups(
             scores = torch.full_like(scores, math.nan)
             has_signal = torch.ones_like(has_signal)
         chosen = has_signal.repeat_interleave(size).nonzero()[: wanted * size, 0].tolist()
-        batch = Batch.from_samples([samples[i] for i in chosen], scores.device, scores[chosen])
+        batch = Batch.from_samples([samples[i] for i in chosen], scores.device)
+        batch.scores = scores[chosen]
     if not batch.scores.isfinite().any():
         utils.warn(
             f"step {step}: no response trains: each lacks a score, or was masked or filtered out"
