@@ -2,11 +2,13 @@
 on.
 """
 
+import asyncio
 import contextlib
 import dataclasses
 import functools
 import json
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import helpers
 import pytest
@@ -22,6 +24,7 @@ import utils
 from plumbing.models.loading import load_model
 from plumbing.rewards.sources import EnvironmentSource, RewardSources
 from plumbing.rollout.batch import Sampler, forward_batch
+from plumbing.rollout.vllm_engine import VllmSampling
 from plumbing.run import evaluation
 from plumbing.turns.conversations import (
     STOP_REASONS,
@@ -215,6 +218,31 @@ def test_what_reset_adds_forges_no_turn():
         row["prompt"] == tokenizer.decode(row["query"]) == "go<eos>more"
         and tokenizer.eos_token_id not in row["query"]
     )
+
+
+def test_conversations_of_several_rollouts_are_bounded_together():
+    """The rollouts of several steps, which one engine makes at once."""
+    conversations = conversations_of(conversations_at_once=3)
+    tokenizer = make_tokenizer()
+    engine = VllmSampling()
+    under_way = set()
+    most = []
+    ended = []
+
+    async def complete(place: int, query: list[int], settings: dict) -> tuple:
+        request = (place, len(most))
+        under_way.add(request)
+        most.append(len(under_way))
+        await asyncio.sleep(0.02)
+        under_way.remove(request)
+        return [tokenizer.eos_token_id], {"rollout_logprobs": [-1.0]}
+
+    engine._complete = complete
+    given = [row_of(tokenizer)] * 4, [0] * 4, None, never, lambda *one: ended.append(one), engine
+    with ThreadPoolExecutor(3) as pool:
+        for rollout in [pool.submit(conversations.sample, *given) for _ in range(3)]:
+            rollout.result()
+    assert len(ended) == 12 and max(most) == 3
 
 
 def test_interruption():

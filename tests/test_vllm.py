@@ -360,7 +360,9 @@ def test_a_stopped_run_goes_on(one, tmp_path, async_steps):
 ASYNC = dict(async_steps=1, save_every=1, keep_checkpoints=0, total_episodes=40)
 
 
-@pytest.mark.parametrize("script, async_steps", [("grpo", 0), ("rloo", 1), ("grpo", 2), ("ppo", 3)])
+@pytest.mark.parametrize(
+    "script, async_steps", [("grpo", 0), ("rloo", 1), ("grpo", 2), ("distill", 2), ("ppo", 3)]
+)
 def test_which_policy_made_which_token(base, tmp_path, monkeypatch, script, async_steps):
     """A token's log-probability is that of the checkpoint that it names: with --async_steps 0 of the
     step before, and with 1 of the one before that; from 2 on no older than so many steps, and some
@@ -390,6 +392,9 @@ def test_which_policy_made_which_token(base, tmp_path, monkeypatch, script, asyn
     )
     if script == "ppo":
         values |= {"environment": helpers.GAME, "reward": "environment"}
+    if script == "distill":
+        values = {name: x for name, x in values.items() if hasattr(module.Args, name)}
+        values |= {"teacher": untied(base), "passes": 10 / len(helpers.ROWS), "learning_rate": 1e-2}
     run_here(values, script)
     checkpoints = folder_of(values) / "checkpoints"
     policies = [AutoModelForCausalLM.from_pretrained(base["model"])]
