@@ -274,6 +274,7 @@ def test_interruption():
 
 
 class EnvironmentRewards(RewardSources):
+    lock = contextlib.nullcontext()
     models = {}
     verifiers = ("environment",)
 
