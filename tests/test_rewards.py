@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import types
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 from conftest import ROOT
@@ -21,6 +21,7 @@ from helpers import end_workers, refused, scores_by
 from test_tool_processes import is_running, wait_until
 from tiny_models import CPU, make_tokenizer
 
+import plumbing.rewards.workers as workers_module
 from plumbing.data.prompts import named_sources
 from plumbing.rewards.sources import (
     RewardSources,
@@ -243,6 +244,15 @@ def test_a_job_whose_process_dies_is_done_once_more(tmp_path):
     ((result, failure),) = workers.run(eval, [(die,)], 60.0)
     assert result is None and failure
     end_workers(workers)
+
+
+def test_a_job_that_no_process_begins_fails_in_time(monkeypatch):
+    """pebble's own limit begins with the call."""
+    monkeypatch.setattr(workers_module, "SECONDS_TO_LOAD", 0.3)
+    never = lambda pool, call, arguments, timeout: Future()
+    monkeypatch.setattr(workers_module.ProcessPool, "schedule", never)
+    ((result, reason),) = Workers(1).run(exec, [("pass",)], 0.2)
+    assert result is None and "CancelledError" in reason
 
 
 def test_a_worker_that_dies_between_calls_is_replaced(make):

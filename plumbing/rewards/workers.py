@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
@@ -17,7 +18,7 @@ from multiprocessing.context import SpawnContext, SpawnProcess
 from pebble import ProcessPool, ThreadPool
 
 from plumbing.rewards.functions import load_reward_function, score_by
-from plumbing.user_code import without_main
+from plumbing.user_code import SECONDS_TO_LOAD, without_main
 
 # ---- in a worker process -------------------------------------------------------------------------
 
@@ -107,10 +108,13 @@ class Workers:
                     pool = ProcessPool(1, 0, prepare, [self.packages], Context())
                 else:
                     pool = self.pools.pop()
+            # pebble's limit begins with the call: none holds for a process that never starts.
+            deadline = time.monotonic() + SECONDS_TO_LOAD + limit
             try:
                 future = pool.schedule(attempt, (limit, call, arguments), timeout=limit)
                 while wait([future], timeout=0.1).not_done and pool.active:
-                    pass
+                    if time.monotonic() > deadline:
+                        break
                 future.cancel()  # does nothing if it is done
                 results = future.result()
                 self.pools.append(pool)
