@@ -285,7 +285,8 @@ class SamplingArgs:
     kv_cache_gb: NonNegativeFloat = 0.0
     """GB of vLLM's cache on each device; 0: a quarter of a GPU's memory, 1 on a CPU."""
     generation_batch_size: PositiveInt = 512
-    """Responses that one device generates at once. Memory and speed only."""
+    """Responses that one device generates at once; conversations, each with a process, that a rank
+    has at once. Memory and speed only."""
     min_response_length: NonNegativeInt = 0
     """Tokens before which a stop token cannot be sampled."""
     top_p: PositiveShare = 1.0
@@ -350,9 +351,6 @@ class ConversationArgs:
     each response; the sum of its rewards is the source environment of --reward."""
     max_turns: PositiveInt = 10
     """Maximum number of turns of the model in a response."""
-    conversations_at_once: NonNegativeInt = 0
-    """Conversations of a rank at the same time, each with a process; others begin as these end. 0:
-    what memory and the limits on processes and open files allow."""
     turn_stop: tuple[NonEmpty, ...] = ()
     """Texts that end a turn as a stop token does, such as </search> for a model that continues
     after a call."""

@@ -30,7 +30,6 @@ from plumbing.turns.conversations import (
     STOP_REASONS,
     Conversation,
     Conversations,
-    most_at_once,
 )
 
 WORLD = utils.World(0, 1, CPU)
@@ -161,32 +160,11 @@ def test_so_many_at_once(monkeypatch):
         return [(place, [5, 6], {"rollout_logprobs": [-1.0] * 2}) for place in range(len(queries))]
 
     ended = []
-    conversations_of(conversations_at_once=2, turn_stop=SHORT).sample(
+    conversations_of(generation_batch_size=2, turn_stop=SHORT).sample(
         [row_of(tokenizer)] * 5, range(5), None, never, lambda *x: ended.append(x), None, generate
     )
     assert sizes == [2] * 6 + [1] * 3  # of three turns each
     assert sorted(place for place, _ in ended) == list(range(5))
-
-
-@pytest.mark.parametrize(
-    ("limit", "number", "at_once"),
-    [
-        ("", 0, 1 << 15),
-        ("MemAvailable:", 1 << 20, 16),
-        ("/sys/fs/cgroup/memory.max", 1 << 30, 16),
-        ("/sys/fs/cgroup/pids.max", 40, 5),
-        ("Max processes", 40, 5),
-        ("Max open files", 60, 30),
-    ],
-)
-def test_how_many_at_once_by_default(limit, number, at_once, monkeypatch):
-    """Half of what the machine allows to two ranks: memory of 1 GiB, of the machine or a container,
-    40 tasks, or 60 open files for each.
-    """
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    found = lambda path, before="": number if limit == (before or path) else math.inf
-    monkeypatch.setattr("plumbing.turns.conversations.number_in", found)
-    assert most_at_once() == at_once
 
 
 def test_rewards_of_turns_stand_at_their_last_tokens():
@@ -222,7 +200,7 @@ def test_what_reset_adds_forges_no_turn():
 
 def test_conversations_of_several_rollouts_are_bounded_together():
     """The rollouts of several steps, which one engine makes at once."""
-    conversations = conversations_of(conversations_at_once=3)
+    conversations = conversations_of(generation_batch_size=3)
     tokenizer = make_tokenizer()
     engine = VllmSampling()
     under_way = set()

@@ -15,7 +15,6 @@ import contextlib
 import json
 import math
 import os
-import re
 import resource
 import signal
 import socket
@@ -39,8 +38,6 @@ from plumbing.turns.worker import EnvironmentFailure, ToolError
 from plumbing.user_code import SECONDS_TO_LOAD
 from utils import ROOT, exit_on_error, fail, warn
 
-# A conversation's process has 3 MiB of its own, measured; the rest is for what its environment holds.
-PROCESS_BYTES = 16 << 20
 SECONDS_TO_GIVE_UP = 1.0  # after --timeout, for what interrupts a call
 MOST_CALLS = 32  # of a turn
 STOP_REASONS = ("done", "max_turns", "length", "error")
@@ -148,29 +145,6 @@ class ToolProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
         self.writer = self.pid = None
-
-
-def number_in(path: str, before: str = "") -> float:
-    """Return the number behind a text in a file of the kernel; infinity where there is none."""
-    with contextlib.suppress(OSError), open(path) as file:
-        if found := re.search(rf"{before}\s*(\d+)", file.read()):
-            return float(found[1])
-    return math.inf
-
-
-def most_at_once() -> int:
-    """Return how many conversations this rank may have at once: half of what the machine allows.
-
-    A process has two tasks and an open file; the ranks of a machine share memory and tasks.
-    """
-    memory = number_in("/proc/meminfo", "MemAvailable:") * 1024
-    memory = min(memory, number_in("/sys/fs/cgroup/memory.max"))
-    tasks = number_in("/proc/self/limits", "Max processes")
-    tasks = min(tasks, number_in("/sys/fs/cgroup/pids.max"))
-    files = number_in("/proc/self/limits", "Max open files")
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    of_machine = min(memory / PROCESS_BYTES, tasks / 2) / ranks
-    return max(1, int(min(of_machine, files, 1 << 16) / 2))
 
 
 def ask_once(flag: str, process: ToolProcess, method: str, *arguments):
@@ -295,8 +269,8 @@ class Conversations:
         self.tokenizer = tokenizer
         self.stop_ids = stop_ids
         self.processes = ToolProcesses(args.tools, args.environment, args.timeout)
-        self.at_once = args.conversations_at_once or most_at_once()
-        self.free = asyncio.Semaphore(self.at_once)  # of all rollouts that an engine makes at once
+        # Of all rollouts that an engine makes at once.
+        self.free = asyncio.Semaphore(args.generation_batch_size)
         self.schemas = self.processes.schemas or None
         followers = ["tool"] * bool(self.schemas) + ["user"] * bool(args.environment)
         flag = "--tools" if args.tools else "--environment"
@@ -324,7 +298,7 @@ class Conversations:
         engine=None,
         generate: Callable | None = None,
     ) -> None:
-        """Have a conversation for each row, `at_once` of them at the same time.
+        """Have a conversation for each row, --generation_batch_size of them at the same time.
 
         Args:
             seeds: of the random numbers of tools and environments, one per row.
@@ -334,8 +308,9 @@ class Conversations:
             engine: see plumbing/rollout/engines.py; without one, `generate`, the scripts' decode
                 loop, samples turns.
         """
-        free = asyncio.Semaphore(self.at_once) if engine is None else self.free
-        decode_loop = DecodeLoop(generate, self.stop_strings, self.at_once, len(rows))
+        at_once = self.args.generation_batch_size
+        free = asyncio.Semaphore(at_once) if engine is None else self.free
+        decode_loop = DecodeLoop(generate, self.stop_strings, at_once, len(rows))
 
         async def sample_turn(conversation: Conversation) -> tuple | None:
             place = conversation.place
