@@ -54,7 +54,14 @@ from plumbing.models import loading
 from plumbing.models.sharding import Sharding, model_device, set_gradient_sync
 from plumbing.rewards.sources import RewardSources, check_reference
 from plumbing.rollout import engines
-from plumbing.rollout.batch import Batch, Experience, Sample, Sampler, forward_tokens, only_logged
+from plumbing.rollout.batch import (
+    Batch,
+    Experience,
+    Sample,
+    Sampler,
+    forbid_gradient,
+    forward_tokens,
+)
 from plumbing.run import evaluation
 from plumbing.run.ranks import record
 from plumbing.run.run import Run
@@ -210,7 +217,9 @@ class LanguageModel(nn.Module):
         return (self.logits(hidden) / self.temperature).log_softmax(-1)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Apply the model's head: (..., H) -> (..., V), float32 or better."""
+        """Apply the model's head, and the scale or cap of its logits, if it has one: (..., H) -> (...,
+        V), float32 or better.
+        """
         logits = self.model.get_output_embeddings()(hidden)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return loading.adjusted_logits(logits, self.model.config.get_text_config())
@@ -276,7 +285,7 @@ class Policy(LanguageModel):
         linear = (hidden * torch.cat(hidden_gradients)).sum(-1)  # (tokens,)
         for weight, gradient in zip(weights, head_gradients):
             linear = linear + (weight * gradient).sum() / max(1, len(labels))
-        logged = {name: only_logged(name, x) for name, x in outputs.items()}
+        logged = {name: forbid_gradient(name, x) for name, x in outputs.items()}
         return {"losses": losses + (linear - linear.detach()), **logged}
 
     def statistics(
@@ -330,7 +339,7 @@ def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) ->
     else the row's.
 
     Args:
-        state: of the run, or what the rollout before has left.
+        state: as the rollout before left it: the "position" of the next prompt.
     Returns:
         The Experience; None if the run is interrupted.
     """
@@ -403,6 +412,7 @@ def main(args: Args) -> None:
         )
     reward_sources.load_models(args, precision, sharding)
     optimizer = utils.Optimizer(policy, args, total_steps, updates_per_step)
+    # What samples, `generate` or the engine of --rollout_backend, and what scores.
     sampler = engines.load_sampler(
         run,
         precision,
@@ -441,7 +451,7 @@ def main(args: Args) -> None:
         updates = utils.mini_batches(
             trained, args.mini_batch_size, args.num_epochs, (args.seed, step)
         )
-        optimizer.begin_step(len(updates))
+        optimizer.align_schedule(len(updates))
         for number, (_, mini) in enumerate(updates):
             token_count = mask[mini].sum().item()
             for inputs, micro, last in batch.micro_batches(mini, args.micro_batch_tokens, world):
@@ -462,6 +472,7 @@ def main(args: Args) -> None:
                 sums.add(loss=loss)
                 sums.add(m, tokens=m, **out)
                 if number == 0:  # with the weights that sampled
+                    # NaN where the response is the data set's: no policy has sampled it.
                     micro["response_mask"] = m & micro["rollout_logprobs"].isfinite()
                     evaluation.add_rollout(sums, micro, out["logprobs"])
             optimizer.step()

@@ -58,10 +58,10 @@ from plumbing.rollout.batch import (
     Experience,
     Sampler,
     collate,
+    forbid_gradient,
     forward_batch,
     forward_tokens,
     logits_processors,
-    only_logged,
     sample_groups,
 )
 from plumbing.run import evaluation
@@ -69,7 +69,7 @@ from plumbing.run.ranks import record
 from plumbing.run.run import Run
 
 CHUNK_TOKENS = 512  # response tokens whose logits are held at once
-ROLLOUT_OUTPUTS = ("rollout_logprobs",)  # what `generate` stores of a token; vLLM returns no other
+ROLLOUT_OUTPUTS = ("rollout_logprobs",)  # what `generate` stores per token; vLLM has this one alone
 
 
 @dataclass
@@ -244,7 +244,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
         return d.abs()
     if estimator == "k2":
         return d.square() / 2
-    # Not in the exponent alone: the gradient of the other d would then push d further down.
+    # Clamped in the exponent alone, d would still have a gradient of 1 below -20, and fall further.
     d = d.clamp(min=-20)
     return torch.exp(-d) + d - 1
 
@@ -455,12 +455,14 @@ def aggregate(
 def loss_reduction(
     how: str, mask: Tensor, mini: list[int], updates: list[tuple[int, list[int]]], max_length: int
 ) -> Callable:
-    """Return `aggregate` for the update on the responses `mini`, which is one of the `updates` of a
-    step, (epoch, responses) each.
+    """Return `aggregate` as a function (x, mask) -> loss, with the counts of an optimizer batch.
 
-    With "step_token" all of them have the same divisor: the mean of their losses is the mean over
-    the step's tokens.
+    Args:
+        how: as in `aggregate`. mask: (N, T) bool, of all responses of the step.
+        mini: the responses of the optimizer batch. updates: (epoch, responses) of each of the step.
     """
+    # "step_token" divides by the mean over the updates: then the mean of their losses is the mean
+    # over the step's tokens.
     counted = [rows for _, rows in updates] if how == "step_token" else [mini]
     tokens = sum(mask[rows].sum().item() for rows in counted) / len(counted)
     return functools.partial(
@@ -520,13 +522,14 @@ class Policy(nn.Module):
         hidden = loading.last_hidden_states(self.model, input_ids, predicted_at)  # (tokens, H)
         labels = input_ids[rows, positions]  # (tokens,)
         statistics = self.statistics
+        # In the backward pass logits are computed anew, unless a single chunk holds them all.
         if self.recompute_logits and len(labels) > CHUNK_TOKENS:
             statistics = functools.partial(loading.recomputed, statistics)
         parts = zip(hidden.split(CHUNK_TOKENS), labels.split(CHUNK_TOKENS))
         chunks = [statistics(*part, entropy, temperature or self.temperature) for part in parts]
         outputs = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
         if entropy and not self.trains_entropy:
-            outputs["entropies"] = only_logged("entropies", outputs["entropies"])
+            outputs["entropies"] = forbid_gradient("entropies", outputs["entropies"])
         return outputs
 
     def statistics(
@@ -544,7 +547,9 @@ class Policy(nn.Module):
         return outputs
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Apply the model's head: (..., H) -> (..., V), float32 or better."""
+        """Apply the model's head, and the scale or cap of its logits, if it has one: (..., H) -> (...,
+        V), float32 or better.
+        """
         logits = self.model.get_output_embeddings()(hidden)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return loading.adjusted_logits(logits, self.model.config.get_text_config())
@@ -574,6 +579,7 @@ def load_critic(args: Args, checkpoint: str | None, dtype: torch.dtype, device) 
     """Load the critic of --value_model, or of a checkpoint folder; a language model gets a head of
     zeros.
     """
+    # With LoRA it starts as it did; `Run.start` loads the adapter of the checkpoint.
     saved = os.path.join(checkpoint, "critic") if checkpoint and not args.lora_rank else None
     name = saved or args.value_model or args.model
     scalar, new_head = loading.load_scalar_model("--value_model", name, dtype, device)
@@ -584,8 +590,8 @@ def load_critic(args: Args, checkpoint: str | None, dtype: torch.dtype, device) 
     return Critic(scalar)
 
 
-def critic_schedule(args: Args) -> tuple[int, int]:
-    """Return the most responses of an update of the critic, and its passes over a rollout."""
+def critic_size_and_epochs(args: Args) -> tuple[int, int]:
+    """Return --mini_batch_size and --num_epochs of the critic."""
     size = args.critic_mini_batch_size or args.mini_batch_size
     epochs = args.critic_num_epochs or args.num_epochs
     return size, epochs
@@ -603,9 +609,9 @@ def update_critic(
     """Train the critic on the responses drawn; return the sums of the value loss and the tokens
     that were clipped.
     """
-    sums = utils.Sums(world)
-    updates = utils.mini_batches(drawn, *critic_schedule(args), (args.seed, step))
-    optimizer.begin_step(len(updates))
+    sums = utils.Sums(world)  # for the log; given a mask first, over the tokens where it is set
+    updates = utils.mini_batches(drawn, *critic_size_and_epochs(args), (args.seed, step))
+    optimizer.align_schedule(len(updates))
     for _, mini in updates:
         reduce_loss = loss_reduction(
             args.loss_aggregation, batch.response_mask, mini, updates, args.max_response_length
@@ -614,20 +620,20 @@ def update_critic(
             m = micro["response_mask"]  # (n, T), as all of micro
             set_gradient_sync(wrapped, last)
             values = forward_tokens(wrapped, inputs, m)["values"]
-            losses, raised = value_loss(
+            losses, clipped = value_loss(
                 values, micro["old_values"], micro["returns"], args.value_clip
             )
             loss = reduce_loss(losses, m)
             optimizer.backward(loss)
             sums.add(value_loss=loss / len(updates))
-            sums.add(m, raised=raised, value_tokens=m)
+            sums.add(m, value_clipped=clipped, value_tokens=m)
         optimizer.step()
     return sums
 
 
 def load_supervised(args: Args, tokenizer, stop_ids: list[int]):
     """Return the rows of --ptx_dataset with responses, see `load_prompts`."""
-    # They are of --dataset.
+    # The flags for columns name those of --dataset.
     given = SimpleNamespace(**vars(args) | {"prompt_column": "", "answer_column": ""})
     parts = load_prompts(
         "--ptx_dataset",
@@ -635,7 +641,7 @@ def load_supervised(args: Args, tokenizer, stop_ids: list[int]):
         "train",
         tokenizer,
         given,
-        lambda *_: "",
+        check_reference=lambda *_: "",  # no source scores these rows
         stop_ids=stop_ids,
     )
     return mix(parts, args.seed)
@@ -647,8 +653,8 @@ def ptx_loss(
     """Add the gradient of --ptx_coef * cross-entropy per token on supervised rows (PTX:
     arXiv:2203.02155, eq. 2).
 
-    Leaves the average over ranks to the next backward pass. Returns this rank's share of the
-    cross-entropy.
+    The backward passes of the policy's loss, which follow, average it over the ranks. Returns this
+    rank's share of the cross-entropy.
     """
     tokens = sum(sum(row["mask"]) for row in rows)
     lengths = [len(row["query"]) + len(row["response"]) for row in rows]
@@ -705,7 +711,7 @@ def generate(
     lengths = lengths or [args.max_response_length] * len(queries)
     length = max(lengths)
     ends = torch.tensor(lengths, device=device)  # (N,), where each response ends at the latest
-    # Padded with the row's first token: it is masked, and a repetition penalty counts it anyway.
+    # Padded with a token that the query has: a repetition penalty also reads what is masked.
     rows = [[query[0]] * (width - len(query)) + query + [0] * length for query in queries]
     sequences = torch.tensor(rows, device=device)  # (N, width + T)
     prompts = [[0] * (width - len(query)) + [1] * len(query) for query in queries]
@@ -780,8 +786,8 @@ def weighted_sum(components: dict[str, Tensor], args: Args) -> Tensor:
     a weight is NaN.
     """
     weighted = [
-        weight * scores
-        for scores, weight in zip(components.values(), reward_weights(args))
+        weight * components[name]
+        for name, weight in zip(args.reward, reward_weights(args))
         if weight
     ]
     return sum(weighted, torch.zeros(()))
@@ -833,15 +839,19 @@ def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) ->
     """Sample and score the prompts of a step, see `sample_groups`.
 
     Args:
-        state: of the run, or what the rollout before has left.
+        state: as the rollout before left it: the "position" of the next prompt, and the
+            "score_statistics".
     Returns:
         The Experience; None if the run is interrupted.
     """
     args = sampler.args
-    earlier = state.get("score_statistics", [0.0, 0.0, 0.0])  # of the steps before
+    # Of the steps before: a refill scores all responses of this step anew.
+    earlier = state.get("score_statistics", [0.0, 0.0, 0.0])
 
     def score(batch: Batch) -> Tensor:
-        """Set the scores, and return which groups have two different ones, (prompts,) bool."""
+        """Set the scores, and return which groups have two different ones, for --filter_groups:
+        (prompts,) bool.
+        """
         sums = weighted_sum(batch.reward_components, args)
         statistics = update_statistics(earlier, sums)
         batch.scores = final_scores(sums, batch.response_lengths, batch.stopped, statistics, args)
@@ -868,7 +878,8 @@ def policy_metrics(total: dict[str, float], scores: Tensor, kl_coef: float) -> d
     """Return the logged objectives of a step.
 
     Args:
-        total: of the step's sums; those of `evaluation.add_rollout` count each response once.
+        total: of the step's sums. "kl", "surprisal" and "responses" count each response once, sums
+            over tokens ("tokens", "entropy" and so on) once per epoch.
         scores: (N,), of all responses that were sampled. kl_coef: beta of the step.
     """
     tokens = total["tokens"]
@@ -897,6 +908,7 @@ def main(args: Args) -> None:
     run = Run(args, __file__, world)
     tokenizer, stop_ids = loading.load_tokenizer_and_stop_ids(args)
     conversations = engines.load_conversations(args, tokenizer, stop_ids)
+    # `check_reference` says which rows no source of --reward could score.
     prompts, eval_prompts = load_train_and_eval(args, tokenizer, check_reference, conversations)
     ptx_rows = load_supervised(args, tokenizer, stop_ids) if args.ptx_coef else []
     if args.value_model:
@@ -910,6 +922,8 @@ def main(args: Args) -> None:
     # ---- setting up: models, optimizer, rollout ----
     precision = loading.precision(args.precision, world.device)
     sharding = Sharding(args, world, precision)
+    # `wrapped` is the policy, with several ranks in DDP. `saved_models` are those that a checkpoint
+    # holds, by folder; "" is the policy's.
     policy, wrapped, reference, saved_models = loading.load_policy_and_reference(
         args, functools.partial(Policy, args=args), run.checkpoint, precision, sharding
     )
@@ -920,10 +934,11 @@ def main(args: Args) -> None:
     optimizer = utils.Optimizer(
         policy, args, total_steps - args.critic_warmup_steps, updates_per_step
     )
-    critic_updates_per_step = utils.count_updates(N, *critic_schedule(args))
+    critic_updates_per_step = utils.count_updates(N, *critic_size_and_epochs(args))
     critic_optimizer = utils.Optimizer(
         critic, args, total_steps, critic_updates_per_step, prefix="critic_"
     )
+    # What samples, `generate` or the engine of --rollout_backend, and what scores.
     sampler = engines.load_sampler(
         run,
         precision,
@@ -935,12 +950,12 @@ def main(args: Args) -> None:
         reward_sources=reward_sources,
         conversations=conversations,
     )
-    # The ratio is to the policy at the start of the step, or to that of the engine if it has older
-    # weights and --rollout_correction does not weigh the two.
-    old_from_engine = args.async_steps > 0 and sampler.correction == "none"
+    # The ratio is to the policy at the start of the step. With --async_steps an older one has sampled:
+    # where --rollout_correction does not weigh that, the ratio is to the one that sampled.
+    ratio_to_sampler = args.async_steps > 0 and sampler.correction == "none"
     # In the only update of a step the policy at its start is the current one: no forward pass.
-    needs_start_logprobs = updates_per_step > 1 and not old_from_engine
-    if kl_in == "reward" or args.pf_ppo != "none":
+    needs_start_logprobs = updates_per_step > 1 and not ratio_to_sampler
+    if kl_in == "reward" or args.pf_ppo != "none":  # to be subtracted, or logged, before updates
         needs_start_logprobs = True
     estimate_kl = functools.partial(kl_estimate, estimator=args.kl_estimator)
     evaluate = functools.partial(evaluation.evaluate, sampler, eval_prompts)
@@ -997,6 +1012,7 @@ def main(args: Args) -> None:
         batch.tokens["returns"] = returns
         drawn = trained
         if args.pf_ppo != "none":
+            # Responses compete with those to their prompt, or, if it has one, with all of the step.
             groups = scores.view((1, -1) if args.group_size == 1 else (-1, args.group_size))
             drawn = resample(
                 filter_weights(groups, args.pf_ppo), utils.generator("filter", args.seed, step)
@@ -1006,16 +1022,16 @@ def main(args: Args) -> None:
         # ---- 4. updates of critic and policy: epochs, mini-batches (an optimizer step each) ----
         run.phase("training")
         sums = update_critic(wrapped_critic, critic_optimizer, batch, drawn, args, step, world)
-        if args.pf_ppo != "none":  # what is logged of the rollout is not of the responses drawn
+        if args.pf_ppo != "none":  # logs each response once, however often it was drawn
             rows = world.shard(trained)
             mine = {name: x[rows] for name, x in batch.tokens.items()}
             evaluation.add_rollout(sums, mine, mine["start_logprobs"], estimate_kl)
-        updates = []
+        updates = []  # of the policy: none while the critic warms up
         if step > args.critic_warmup_steps:
             updates = utils.mini_batches(
                 drawn, args.mini_batch_size, args.num_epochs, (args.seed, step)
             )
-            optimizer.begin_step(len(updates))
+            optimizer.align_schedule(len(updates))
         for epoch, mini in updates:
             reduce_loss = loss_reduction(
                 args.loss_aggregation, mask, mini, updates, args.max_response_length
@@ -1034,8 +1050,11 @@ def main(args: Args) -> None:
                 set_gradient_sync(wrapped, last)
                 out = forward_tokens(wrapped, inputs, m)
                 logprobs = out["logprobs"]
-                start_logprobs = micro.get("start_logprobs", logprobs.detach())
-                old_logprobs = micro["rollout_logprobs"] if old_from_engine else start_logprobs
+                if needs_start_logprobs:
+                    start_logprobs = micro["start_logprobs"]
+                else:  # the same in the only update of a step; else only the log reads them
+                    start_logprobs = logprobs.detach()
+                old_logprobs = micro["rollout_logprobs"] if ratio_to_sampler else start_logprobs
                 weights = correction_weights(
                     old_logprobs,
                     micro["rollout_logprobs"],
@@ -1060,7 +1079,8 @@ def main(args: Args) -> None:
                 sums.add(policy_loss=policy_term / len(updates), loss=loss / len(updates))
                 sums.add(m, tokens=m, entropy=out["entropies"], clipped=clipped, weights=weights)
                 sums.add(m, approxkl=(logprobs - old_logprobs).square() / 2)
-                if epoch == 0 and args.pf_ppo == "none":  # each response once
+                # Each response once: surprisal, KL, and trainer against sampler.
+                if epoch == 0 and args.pf_ppo == "none":
                     evaluation.add_rollout(sums, micro, start_logprobs, estimate_kl)
             optimizer.step()
 
@@ -1079,7 +1099,7 @@ def main(args: Args) -> None:
             **evaluation.batch_metrics(experience.sampled, reward_sources),
             **evaluation.mismatch_metrics(total, step, batch),
             "loss/value_avg": total["value_loss"],
-            "val/clipfrac_avg": total["raised"] / total["value_tokens"],
+            "val/clipfrac_avg": total["value_clipped"] / total["value_tokens"],
             "val/explained_variance": explained_variance(old_values, returns, scored),
             "val/values": masked_mean(old_values, scored).item(),
             "val/returns": masked_mean(returns, scored).item(),
@@ -1090,7 +1110,7 @@ def main(args: Args) -> None:
         }
         if args.kl_target:
             mean_kl = total["mean_kl"] / total["responses"]
-            experience.state["kl_coef"] = adapt_kl_coef(
+            run.state["kl_coef"] = adapt_kl_coef(
                 kl_coef, mean_kl, args.kl_target, len(trained), args.kl_horizon
             )
         samples = evaluation.sample_rows(batch, args.log_samples)

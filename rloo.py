@@ -58,10 +58,10 @@ from plumbing.rollout.batch import (
     Batch,
     Experience,
     Sampler,
+    forbid_gradient,
     forward_batch,
     forward_tokens,
     logits_processors,
-    only_logged,
     sample_groups,
     unscored,
 )
@@ -70,7 +70,7 @@ from plumbing.run.ranks import record
 from plumbing.run.run import Run
 
 CHUNK_TOKENS = 512  # response tokens whose logits are held at once
-ROLLOUT_OUTPUTS = ("rollout_logprobs",)  # what `generate` stores of a token; vLLM returns no other
+ROLLOUT_OUTPUTS = ("rollout_logprobs",)  # what `generate` stores per token; vLLM has this one alone
 
 
 @dataclass
@@ -199,7 +199,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
         return d.abs()
     if estimator == "k2":
         return d.square() / 2
-    # Not in the exponent alone: the gradient of the other d would then push d further down.
+    # Clamped in the exponent alone, d would still have a gradient of 1 below -20, and fall further.
     d = d.clamp(min=-20)
     return torch.exp(-d) + d - 1
 
@@ -351,12 +351,14 @@ def aggregate(
 def loss_reduction(
     how: str, mask: Tensor, mini: list[int], updates: list[tuple[int, list[int]]], max_length: int
 ) -> Callable:
-    """Return `aggregate` for the update on the responses `mini`, which is one of the `updates` of a
-    step, (epoch, responses) each.
+    """Return `aggregate` as a function (x, mask) -> loss, with the counts of an optimizer batch.
 
-    With "step_token" all of them have the same divisor: the mean of their losses is the mean over
-    the step's tokens.
+    Args:
+        how: as in `aggregate`. mask: (N, T) bool, of all responses of the step.
+        mini: the responses of the optimizer batch. updates: (epoch, responses) of each of the step.
     """
+    # "step_token" divides by the mean over the updates: then the mean of their losses is the mean
+    # over the step's tokens.
     counted = [rows for _, rows in updates] if how == "step_token" else [mini]
     tokens = sum(mask[rows].sum().item() for rows in counted) / len(counted)
     return functools.partial(
@@ -411,13 +413,14 @@ class Policy(nn.Module):
         hidden = loading.last_hidden_states(self.model, input_ids, predicted_at)  # (tokens, H)
         labels = input_ids[rows, positions]  # (tokens,)
         statistics = self.statistics
+        # In the backward pass logits are computed anew, unless a single chunk holds them all.
         if self.recompute_logits and len(labels) > CHUNK_TOKENS:
             statistics = functools.partial(loading.recomputed, statistics)
         parts = zip(hidden.split(CHUNK_TOKENS), labels.split(CHUNK_TOKENS))
         chunks = [statistics(*part, entropy) for part in parts]
         outputs = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
         if entropy and not self.trains_entropy:
-            outputs["entropies"] = only_logged("entropies", outputs["entropies"])
+            outputs["entropies"] = forbid_gradient("entropies", outputs["entropies"])
         return outputs
 
     def statistics(self, hidden: Tensor, labels: Tensor, entropy: bool) -> dict[str, Tensor]:
@@ -433,7 +436,9 @@ class Policy(nn.Module):
         return outputs
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Apply the model's head: (..., H) -> (..., V), float32 or better."""
+        """Apply the model's head, and the scale or cap of its logits, if it has one: (..., H) -> (...,
+        V), float32 or better.
+        """
         logits = self.model.get_output_embeddings()(hidden)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return loading.adjusted_logits(logits, self.model.config.get_text_config())
@@ -478,7 +483,7 @@ def generate(
     lengths = lengths or [args.max_response_length] * len(queries)
     length = max(lengths)
     ends = torch.tensor(lengths, device=device)  # (N,), where each response ends at the latest
-    # Padded with the row's first token: it is masked, and a repetition penalty counts it anyway.
+    # Padded with a token that the query has: a repetition penalty also reads what is masked.
     rows = [[query[0]] * (width - len(query)) + query + [0] * length for query in queries]
     sequences = torch.tensor(rows, device=device)  # (N, width + T)
     prompts = [[0] * (width - len(query)) + [1] * len(query) for query in queries]
@@ -553,8 +558,8 @@ def weighted_sum(components: dict[str, Tensor], args: Args) -> Tensor:
     a weight is NaN.
     """
     weighted = [
-        weight * scores
-        for scores, weight in zip(components.values(), reward_weights(args))
+        weight * components[name]
+        for name, weight in zip(args.reward, reward_weights(args))
         if weight
     ]
     return sum(weighted, torch.zeros(()))
@@ -585,14 +590,16 @@ def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) ->
     the sampled ones.
 
     Args:
-        state: of the run, or what the rollout before has left.
+        state: as the rollout before left it: the "position" of the next prompt.
     Returns:
         The Experience; None if the run is interrupted.
     """
     args = sampler.args
 
     def score(batch: Batch) -> Tensor:
-        """Set the scores, and return which groups have two different ones, (prompts,) bool."""
+        """Set the scores, and return which groups have two different ones, for --filter_groups:
+        (prompts,) bool.
+        """
         sums = weighted_sum(batch.reward_components, args)
         batch.scores = final_scores(sums, batch.response_lengths, batch.stopped, args)
         return ~equal_scores(batch.scores.view(-1, args.group_size))
@@ -677,7 +684,8 @@ def policy_metrics(total: dict[str, float], scores: Tensor, kl_coef: float) -> d
     """Return the logged objectives of a step.
 
     Args:
-        total: of the step's sums; those of `evaluation.add_rollout` count each response once.
+        total: of the step's sums. "kl", "surprisal" and "responses" count each response once, sums
+            over tokens ("tokens", "entropy" and so on) once per epoch.
         scores: (N,), of all responses that were sampled. kl_coef: beta of the step.
     """
     tokens = total["tokens"]
@@ -705,6 +713,7 @@ def main(args: Args) -> None:
     run = Run(args, __file__, world)
     tokenizer, stop_ids = loading.load_tokenizer_and_stop_ids(args)
     conversations = engines.load_conversations(args, tokenizer, stop_ids)
+    # `check_reference` says which rows no source of --reward could score.
     prompts, eval_prompts = load_train_and_eval(args, tokenizer, check_reference, conversations)
     reward_sources = RewardSources(args, tokenizer, prompts, conversations is not None)
     # Responses per step; fewer train where some are left out.
@@ -716,12 +725,15 @@ def main(args: Args) -> None:
     # ---- setting up: models, optimizer, rollout ----
     precision = loading.precision(args.precision, world.device)
     sharding = Sharding(args, world, precision)
+    # `wrapped` is the policy, with several ranks in DDP. `saved_models` are those that a checkpoint
+    # holds, by folder; "" is the policy's.
     policy, wrapped, reference, saved_models = loading.load_policy_and_reference(
         args, functools.partial(Policy, args=args), run.checkpoint, precision, sharding
     )
     kl_in = "none" if reference is None else args.kl_in
     reward_sources.load_models(args, precision, sharding)
     optimizer = utils.Optimizer(policy, args, total_steps, updates_per_step)
+    # What samples, `generate` or the engine of --rollout_backend, and what scores.
     sampler = engines.load_sampler(
         run,
         precision,
@@ -733,11 +745,11 @@ def main(args: Args) -> None:
         reward_sources=reward_sources,
         conversations=conversations,
     )
-    # The ratio is to the policy at the start of the step, or to that of the engine if it has older
-    # weights and --rollout_correction does not weigh the two.
-    old_from_engine = args.async_steps > 0 and sampler.correction == "none"
+    # The ratio is to the policy at the start of the step. With --async_steps an older one has sampled:
+    # where --rollout_correction does not weigh that, the ratio is to the one that sampled.
+    ratio_to_sampler = args.async_steps > 0 and sampler.correction == "none"
     # In the only update of a step the policy at its start is the current one: no forward pass.
-    needs_start_logprobs = kl_in == "reward" or updates_per_step > 1 and not old_from_engine
+    needs_start_logprobs = kl_in == "reward" or updates_per_step > 1 and not ratio_to_sampler
     estimate_kl = functools.partial(kl_estimate, estimator=args.kl_estimator)
     evaluate = functools.partial(evaluation.evaluate, sampler, eval_prompts)
     run.start(
@@ -792,11 +804,11 @@ def main(args: Args) -> None:
 
         # ---- 4. update: epochs, mini-batches (an optimizer step each), micro-batches ----
         run.phase("training")
-        sums = utils.Sums(world)
+        sums = utils.Sums(world)  # for the log; given a mask first, over the tokens where it is set
         updates = utils.mini_batches(
             trained, args.mini_batch_size, args.num_epochs, (args.seed, step)
         )
-        optimizer.begin_step(len(updates))
+        optimizer.align_schedule(len(updates))
         for epoch, mini in updates:
             reduce_loss = loss_reduction(
                 loss_aggregation, mask, mini, updates, args.max_response_length
@@ -806,8 +818,11 @@ def main(args: Args) -> None:
                 set_gradient_sync(wrapped, last)
                 out = forward_tokens(wrapped, inputs, m)
                 logprobs = out["logprobs"]
-                start_logprobs = micro.get("start_logprobs", logprobs.detach())
-                old_logprobs = micro["rollout_logprobs"] if old_from_engine else start_logprobs
+                if needs_start_logprobs:
+                    start_logprobs = micro["start_logprobs"]
+                else:  # the same in the only update of a step; else only the log reads them
+                    start_logprobs = logprobs.detach()
+                old_logprobs = micro["rollout_logprobs"] if ratio_to_sampler else start_logprobs
                 weights = correction_weights(
                     old_logprobs,
                     micro["rollout_logprobs"],
@@ -835,7 +850,7 @@ def main(args: Args) -> None:
                 sums.add(policy_loss=policy_term / len(updates), loss=loss / len(updates))
                 sums.add(m, tokens=m, entropy=out["entropies"], clipped=clipped, weights=weights)
                 sums.add(m, approxkl=(logprobs - old_logprobs).square() / 2)
-                if epoch == 0:  # each response once
+                if epoch == 0:  # each response once: surprisal, KL, and trainer against sampler
                     evaluation.add_rollout(sums, micro, start_logprobs, estimate_kl)
             optimizer.step()
 
@@ -859,7 +874,7 @@ def main(args: Args) -> None:
         }
         if args.kl_target:
             mean_kl = total["mean_kl"] / total["responses"]
-            experience.state["kl_coef"] = adapt_kl_coef(
+            run.state["kl_coef"] = adapt_kl_coef(
                 kl_coef, mean_kl, args.kl_target, len(trained), args.kl_horizon
             )
         samples = evaluation.sample_rows(batch, args.log_samples)

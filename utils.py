@@ -317,9 +317,9 @@ class Optimizer:
                 "updates in a row; resume from the last checkpoint with a lower one"
             )
 
-    def begin_step(self, updates: int) -> None:
-        """Begin a step of so many updates: where responses were left out, the schedule, which goes
-        by steps, skips the first.
+    def align_schedule(self, updates: int) -> None:
+        """Begin a step of so many updates: the schedule, which goes by steps, skips those that are
+        missing where responses were left out.
         """
         self.updates += self.updates_per_step - updates
 

@@ -282,7 +282,7 @@ class Batch:
         """Tokens of query and response together."""
         return [len(x.row["query"]) + len(x.response) for x in self.samples]
 
-    def counted(self, name: str) -> Tensor:
+    def scored_by(self, name: str) -> Tensor:
         """Return (N,) bool: the responses that a source scores, which are all unless rows name
         other sources.
         """
@@ -395,7 +395,7 @@ def unscored(batch: Batch, reward_sources: RewardSources, args) -> str:
     there is none.
     """
     for (name, scores), weight in zip(batch.reward_components.items(), reward_weights(args)):
-        scored = scores[batch.counted(name)]
+        scored = scores[batch.scored_by(name)]
         if weight and len(scored) and scored.isnan().all():
             return reward_sources.why_missing(name)
     return ""
@@ -429,7 +429,7 @@ def pad_rows(flat: Tensor, mask: Tensor) -> Tensor:
     return torch.zeros(mask.shape, dtype=flat.dtype, device=flat.device).masked_scatter(mask, flat)
 
 
-def only_logged(name: str, x: Tensor) -> Tensor:
+def forbid_gradient(name: str, x: Tensor) -> Tensor:
     """Return a tensor without gradient that raises where a loss uses it, since that term would
     train nothing.
     """

@@ -26,7 +26,7 @@ def correct_responses(batch: Batch, reward_sources: RewardSources) -> torch.Tens
     for name in reversed(reward_sources.verifiers):
         scores = batch.reward_components[name]
         right = ((scores >= 1) & batch.stopped).double().masked_fill(scores.isnan(), math.nan)
-        correct = torch.where(batch.counted(name), right, correct)
+        correct = torch.where(batch.scored_by(name), right, correct)
     return correct
 
 
@@ -96,7 +96,7 @@ def batch_metrics(batch: Batch, reward_sources: RewardSources) -> dict[str, floa
         "val/missing_scores": int(missing),
     }
     for name, scores in components.items():
-        scored = scores[scores.isfinite() & batch.counted(name)]
+        scored = scores[scores.isfinite() & batch.scored_by(name)]
         metrics[f"reward/{name}"] = scored.mean().item()
         metrics[f"reward_std/{name}"] = scored.std().item() if len(scored) > 1 else math.nan
         if name in reward_sources.verifiers:

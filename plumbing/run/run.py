@@ -16,8 +16,8 @@ from plumbing.run.log import RunLog, as_logged, check_track
 
 class Run:
     """The life of a run. `state` holds what the next step depends on besides weights and
-    optimizers, and is saved with them: the step, and the entries that the script adds in
-    `finish_step` and reads by `state.get(name, default)`.
+    optimizers, and is saved with them: the step, and the entries that the script adds and reads by
+    `state.get(name, default)`.
 
     A checkpoint is saved before its step's row of metrics.jsonl is written, and holds that row, so
     that a kill at any instant leaves neither a row without its step nor a step without its row.
