@@ -186,15 +186,17 @@ def test_which_engine_samples(installed, gpu, changes, expected, monkeypatch, ca
 
 @pytest.mark.parametrize("async_steps", [1, 3])
 def test_when_rollouts_begin_and_weights_arrive(async_steps):
-    """A rollout begins at its prompts when the step so many steps before trains; one step ahead, new
-    weights wait for it, else not.
+    """A rollout begins at its prompts when the step so many steps before trains, and shares its group
+    of ranks with none that is under way; one step ahead, new weights wait for it, else not.
     """
     happened = []
+    groups = {}  # of ranks, by step
     begun = threading.Semaphore(0)
     released = threading.Event()
 
     def collect(sampler, prompts, step: int, state: dict):
         happened.append((step, state["position"]))
+        groups[step] = sampler.world
         begun.release()
         if step > 1:
             released.wait(30)
@@ -206,7 +208,7 @@ def test_when_rollouts_begin_and_weights_arrive(async_steps):
     args = types.SimpleNamespace(async_steps=async_steps, rollout_batch_size=5)
     sampler = Sampler(*[None] * 9, world=None, autocast=None)
     sampler = dataclasses.replace(sampler, args=args, engine=engine)
-    world = types.SimpleNamespace(device=torch.device("cpu"), rollout_world=lambda _: None)
+    world = types.SimpleNamespace(device=torch.device("cpu"), rollout_world=lambda _: object())
     interrupt = types.SimpleNamespace(requested=False)
     state = {"step": 0, "position": 10}
     run = types.SimpleNamespace(state=state, total_steps=5, world=world, interrupt=interrupt)
@@ -215,6 +217,7 @@ def test_when_rollouts_begin_and_weights_arrive(async_steps):
     assert all(begun.acquire(timeout=30) for _ in range(1 + async_steps))
     ahead = [(step, 10 + 5 * (step - 1)) for step in range(2, 2 + async_steps)]
     assert happened[:2] == ["sync 0", (1, 10)] and sorted(happened[2:]) == ahead
+    assert len(set(groups.values())) == 1 + async_steps
     threading.Timer(0.2, released.set).start()
     rollouts.sync()
     assert happened[-1] == "sync 1" and released.is_set() == (async_steps == 1)
@@ -252,6 +255,10 @@ def test_what_ends_coroutines_that_run_in_the_engine():
     engine.run_all([wait(0), wait(60)], lambda: next(asked))
     assert len(cancelled) == 5
     engine.run_all([wait(0), wait(0)], lambda: False)
+    engine.is_shared = True  # then an interrupt of one rank ends nothing
+    ended = []
+    engine.run_all([end(lambda: ended.append(1))], lambda: True)
+    assert ended
 
 
 def test_a_source_without_threads_scores_one_rollout_at_a_time():

@@ -335,6 +335,17 @@ def test_a_server_that_others_reach_requires_a_key(capsys, monkeypatch):
     assert "VLLM_API_KEY" in refused(capsys, lambda: vllm_server.main(args, []))
 
 
+def test_a_failed_sync_ends_the_rollouts_of_all_ranks():
+    """Else those of the others would wait for servers that stay paused."""
+    gather = lambda failures: [*failures, "it broke"]
+    servers = Servers.__new__(Servers)
+    servers.world = types.SimpleNamespace(barrier=lambda: None, all_gather=gather)
+    servers.sender = types.SimpleNamespace(send_weights=lambda: None)
+    servers.weights = vllm_servers.Weights(torch.float32)
+    servers.sync(torch.nn.Linear(1, 1), 1)
+    assert servers.failure == "it broke"
+
+
 def test_weights_that_a_server_is_not_sent_are_an_error(engine, running, monkeypatch):
     servers = connect(*list(running[0])[:1])
     sent = [entry for entry in lora.base_weights(engine[1]) if "layers.1.mlp" not in entry[0]]

@@ -186,7 +186,9 @@ class Servers(VllmSampling):
             self.sender.send_weights()  # rank 0 sends, the others only gather
         for _ in self.weights:  # after an error: the other ranks gather the rest
             pass
-        self.world.barrier()
+        # Servers that stay paused after an error would answer no rank.
+        failure = max(self.world.all_gather([self.failure]))
+        self.failure = self.failure or failure
 
     # ---- sampling ----
 
