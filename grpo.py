@@ -596,7 +596,8 @@ def decoupled_scores(batch: Batch, args: Args) -> Tensor:
 
 
 def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) -> Experience | None:
-    """Sample and score the prompts of a step, see `sample_groups`.
+    """Sample and score the prompts of a step: `sample_groups` calls `score` on all responses so far,
+    again after each refill of --filter_groups.
 
     Args:
         state: as the rollout before left it: the "position" of the next prompt.
@@ -742,7 +743,7 @@ def main(args: Args) -> None:
         # ---- 1. rollout ----
         run.phase("rollout")
         experience = rollouts.take(step)
-        batch = experience.batch
+        batch = experience.batch  # what trains of `experience.sampled`, see --filter_groups
         mask = batch.response_mask  # (N, T)
         scores = batch.scores  # (N,)
         trained = scores.isfinite().nonzero()[:, 0].tolist()  # the responses that train

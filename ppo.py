@@ -32,10 +32,10 @@ whatever is put there (see grpo.py, choice 8). And:
     torchrun --nproc_per_node 8 ppo.py --model Qwen/Qwen2.5-7B                        # eight GPUs of 80 GB
 """
 
+import dataclasses
 import functools
 import math
 import os
-from types import SimpleNamespace
 from typing import Callable, Iterator, Literal, Sequence
 
 import torch
@@ -634,7 +634,7 @@ def update_critic(
 def load_supervised(args: Args, tokenizer, stop_ids: list[int]):
     """Return the rows of --ptx_dataset with responses, see `load_prompts`."""
     # The flags for columns name those of --dataset.
-    given = SimpleNamespace(**vars(args) | {"prompt_column": "", "answer_column": ""})
+    given = dataclasses.replace(args, prompt_column="", answer_column="")
     parts = load_prompts(
         "--ptx_dataset",
         args.ptx_dataset,
@@ -836,7 +836,8 @@ def final_scores(
 
 
 def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) -> Experience | None:
-    """Sample and score the prompts of a step, see `sample_groups`.
+    """Sample and score the prompts of a step: `sample_groups` calls `score` on all responses so far,
+    again after each refill of --filter_groups.
 
     Args:
         state: as the rollout before left it: the "position" of the next prompt, and the
@@ -845,7 +846,7 @@ def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) ->
         The Experience; None if the run is interrupted.
     """
     args = sampler.args
-    # Of the steps before: a refill scores all responses of this step anew.
+    # Of the steps before, as `score` counts all responses of this step.
     earlier = state.get("score_statistics", [0.0, 0.0, 0.0])
 
     def score(batch: Batch) -> Tensor:
@@ -973,7 +974,7 @@ def main(args: Args) -> None:
         # ---- 1. rollout ----
         run.phase("rollout")
         experience = rollouts.take(step)
-        batch = experience.batch
+        batch = experience.batch  # what trains of `experience.sampled`, see --filter_groups
         mask = batch.response_mask  # (N, T)
         scores = batch.scores  # (N,)
         trained = scores.isfinite().nonzero()[:, 0].tolist()  # the responses that train
@@ -1023,7 +1024,7 @@ def main(args: Args) -> None:
         run.phase("training")
         sums = update_critic(wrapped_critic, critic_optimizer, batch, drawn, args, step, world)
         if args.pf_ppo != "none":  # logs each response once, however often it was drawn
-            rows = world.shard(trained)
+            rows = world.shard(trained)  # of this rank
             mine = {name: x[rows] for name, x in batch.tokens.items()}
             evaluation.add_rollout(sums, mine, mine["start_logprobs"], estimate_kl)
         updates = []  # of the policy: none while the critic warms up

@@ -584,7 +584,8 @@ def final_scores(scores: Tensor, lengths: Tensor, stopped: Tensor, args: Args) -
 
 
 def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) -> Experience | None:
-    """Sample and score the prompts of a step, see `sample_groups`.
+    """Sample and score the prompts of a step: `sample_groups` calls `score` on all responses so far,
+    again after each refill of --filter_groups.
 
     With --advantage remax, also the greedy response to each prompt: its score is the baseline of
     the sampled ones.
@@ -720,7 +721,7 @@ def main(args: Args) -> None:
     N = args.rollout_batch_size * args.group_size
     updates_per_step = utils.count_updates(N, args.mini_batch_size, args.num_epochs)
     total_steps = args.total_episodes // N
-    loss_aggregation = args.loss_aggregation or args.ratio
+    loss_aggregation = args.loss_aggregation or args.ratio  # "token" or "sequence"
 
     # ---- setting up: models, optimizer, rollout ----
     precision = loading.precision(args.precision, world.device)
@@ -766,7 +767,7 @@ def main(args: Args) -> None:
         # ---- 1. rollout ----
         run.phase("rollout")
         experience = rollouts.take(step)
-        batch = experience.batch
+        batch = experience.batch  # what trains of `experience.sampled`, see --filter_groups
         mask = batch.response_mask  # (N, T)
         scores = batch.scores  # (N,)
         trained = scores.isfinite().nonzero()[:, 0].tolist()  # the responses that train

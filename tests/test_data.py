@@ -649,13 +649,14 @@ def test_supervised_rows(tmp_path, tokenizers, capsys):
     file = helpers.write_rows(
         tmp_path / "a.jsonl", [{"prompt": "a", "completion": "b" * n} for n in (1, 2, 99)]
     )
-    rows = ppo.load_supervised(args_of(ptx_dataset=file), tokenizers[False, None], [1])
+    given = lambda **flags: ppo.Args(**vars(args_of(ptx_dataset=file, **flags)))
+    rows = ppo.load_supervised(given(), tokenizers[False, None], [1])
     assert [tokenizers[False, None].decode(row["response"]) for row in rows] == [
         "b<eos>",
         "bb<eos>",
     ]
     assert "left out 1 of 3 rows" in capsys.readouterr().err
-    args = args_of(ptx_dataset=file, response_column="prompt")
+    args = given(response_column="prompt")
     assert (
         tokenizers[False, None].decode(
             ppo.load_supervised(args, tokenizers[False, None], [1])[0]["response"]

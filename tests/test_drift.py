@@ -213,9 +213,18 @@ ORDER = ("models", "data", "rewards", "turns", "rollout", "run")
 
 
 def imported(name: str) -> set[str]:
-    """Return what a file imports, wherever in it: "utils", "torch.nn", "plumbing.data.mixture"."""
+    """Return what a file imports when it runs, wherever in it: "utils", "torch.nn",
+    "plumbing.data.mixture".
+    """
     modules = set()
-    for node in ast.walk(tree_of(name)):
+    blocks = [node for node in ast.walk(tree_of(name)) if isinstance(node, ast.If)]
+    for_types = {
+        node
+        for block in blocks
+        if ast.unparse(block.test) == "TYPE_CHECKING"
+        for node in block.body
+    }
+    for node in {*ast.walk(tree_of(name))} - for_types:
         if isinstance(node, ast.Import):
             modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
