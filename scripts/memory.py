@@ -168,7 +168,10 @@ def replace_machine(gpus, gpu_bytes):
     )
     utils.setup_processes = lambda: utils.World(0, gpus, torch.device("cpu"))
     utils.World._all_gather = lambda world, items: [items] * world.size
-    utils.World.rollout_world = lambda world, _: world
+    new_group = torch.distributed.new_group  # of the fake backend, whichever is asked for
+    torch.distributed.new_group = lambda *ranks, backend="fake", **options: new_group(
+        *ranks, **options
+    )
     tokenizer = loading.read_tokenizer("", f"{utils.ROOT}/assets/tiny")  # a token per byte
     loading.read_tokenizer = lambda *_: tokenizer
     AutoConfig.from_pretrained = fake_config
