@@ -2,6 +2,7 @@
 are.
 """
 
+import asyncio
 import types
 
 import helpers
@@ -44,8 +45,12 @@ def test_vllm_on_a_cpu_compiles_nothing():
     """Nor does it keep the trainer from it."""
     counter = CompileCounter()
     double = torch.compile(lambda x: x + x, backend=counter)
-    with Engine._on_stream(types.SimpleNamespace(stream=None)):
-        double(torch.ones(3))
-    assert counter.frame_count == 0
+    engine = Engine.__new__(Engine)
+    engine.stance = "force_eager"
+    engine.waiting = {"a request": None}
+    step = lambda: [double(torch.ones(3)), engine.waiting.clear()][2:]
+    engine.llm = types.SimpleNamespace(llm_engine=types.SimpleNamespace(step=step))
+    asyncio.run(engine._step())
+    assert counter.frame_count == 0 and not engine.failure
     double(torch.ones(3))
     assert counter.frame_count == 1

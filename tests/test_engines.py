@@ -226,6 +226,11 @@ def test_when_rollouts_begin_and_weights_arrive(async_steps):
     assert sorted(entry for entry in happened if isinstance(entry, tuple)) == [
         (step, 10 + 5 * (step - 1)) for step in range(1, 6)
     ]
+    # The process waits at its end until what is under way has noticed.
+    rollouts.collect = lambda *_: [time.sleep(0.1) for _ in iter(lambda: interrupt.requested, True)]
+    rollouts.ahead[6] = rollouts._collect_ahead(6, state)
+    rollouts._leave()
+    assert rollouts.ahead[6].done()
 
 
 def test_what_ends_coroutines_that_run_in_the_engine():

@@ -100,6 +100,12 @@ def test_the_first_kl_is_zero_in_bf16(base, tmp_path, rank):
     policy, _ = loading.load_policy(
         args, lambda model: grpo.Policy(model, args), None, bf16, sharding
     )
+    computed = []
+    policy.model.base_model.layers[0].mlp.register_forward_hook(
+        lambda *x: computed.append(x[2].dtype)
+    )
+    policy(torch.ones(1, 3, dtype=torch.long), torch.tensor([[False, True, True]]))
+    assert computed == [torch.bfloat16]
     dtypes = {(x.dtype, x.requires_grad) for x in policy.parameters()}
     assert dtypes == (
         {(torch.bfloat16, False), (torch.float32, True)} if rank else {(torch.float32, True)}

@@ -8,6 +8,7 @@ import shutil
 import helpers
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from helpers import (
     folder_of,
@@ -21,12 +22,13 @@ from helpers import (
 )
 from test_families import family_folder
 from test_scripts import MOVING, OF_PPO, SCHEDULE, write_pairs
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import grpo
 import utils
 from plumbing.models import loading
-from plumbing.models.sharding import Sharding
+from plumbing.models.sharding import Sharding, set_gradient_sync
 
 SCRIPTS = ("grpo", "rloo", "ppo", "reward_model")
 CPU = torch.device("cpu")
@@ -301,6 +303,25 @@ def test_half_precision_with_and_without_sharding(base, tmp_path, precision):
         assert state["optimizers"][""].get("loss_scale") == (
             2.0**16 if precision == "fp16" else None
         )
+
+
+def test_ranks_average_gradients_once_an_update():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    module = DistributedDataParallel(torch.nn.Linear(2, 1))
+    averaged = []
+
+    def average(_, bucket):
+        averaged.append(last)
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    module.register_comm_hook(None, average)
+    for last in (False, False, True, False, True):
+        set_gradient_sync(module, last)
+        module(torch.ones(1, 2)).sum().backward()
+    dist.destroy_process_group()
+    assert averaged == [True, True]
 
 
 def test_the_scale_of_the_loss():
