@@ -405,7 +405,7 @@ def gradient_of_parameters(
     tokens = {"response_mask": x["mask"], "rollout_logprobs": x["rollout_logprobs"]}
     batch = Batch(samples, torch.ones(len(samples), dtype=torch.bool), {}, tokens, x["scores"])
     experience = Experience(batch, batch, {}, 0, {"position": 0}, "")
-    run = mock.MagicMock(checkpoint=None, state={})
+    run = mock.MagicMock(args=args, checkpoint=None, state={"step": 0}, total_steps=1)
     quantities = {}
     run.steps.return_value = [1]
 
