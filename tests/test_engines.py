@@ -191,16 +191,19 @@ def test_when_rollouts_begin_and_weights_arrive(async_steps):
     """
     happened = []
     groups = {}  # of ranks, by step
+    left_by = {}  # whose state a step is given
     begun = threading.Semaphore(0)
     released = threading.Event()
 
     def collect(sampler, prompts, step: int, state: dict):
         happened.append((step, state["position"]))
         groups[step] = sampler.world
+        left_by[step] = state.get("left_by")
         begun.release()
         if step > 1:
             released.wait(30)
-        return types.SimpleNamespace(unscored="", state={"position": state["position"] + 5})
+        state = {"position": state["position"] + 5, "left_by": step}
+        return types.SimpleNamespace(unscored="", state=state)
 
     engine = types.SimpleNamespace(
         sync=lambda model, step: happened.append(f"sync {step}"), sleep=lambda: None
@@ -226,6 +229,8 @@ def test_when_rollouts_begin_and_weights_arrive(async_steps):
     assert sorted(entry for entry in happened if isinstance(entry, tuple)) == [
         (step, 10 + 5 * (step - 1)) for step in range(1, 6)
     ]
+    del left_by[1]
+    assert left_by == {step: max(1, step - async_steps) for step in range(2, 6)}
     # The process waits at its end until what is under way has noticed.
     rollouts.collect = lambda *_: [time.sleep(0.1) for _ in iter(lambda: interrupt.requested, True)]
     rollouts.ahead[6] = rollouts._collect_ahead(6, state)

@@ -364,10 +364,13 @@ def test_the_scale_of_the_loss():
     "device, ranks, on", [("cuda", 8, True), ("cuda", 1, False), ("cpu", 2, False)]
 )
 def test_auto(monkeypatch, capsys, device, ranks, on):
-    """Sharded over several GPUs."""
+    """Sharded over several GPUs; reward models not where they score while the policy trains."""
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "init_device_mesh", lambda *args, **options: None)
     world = utils.World(0, ranks, torch.device(device, 0))
-    sharding = Sharding(grpo.Args(), world, loading.precision("bf16", world.device))
+    precision = loading.precision("bf16", world.device)
+    sharding = Sharding(grpo.Args(), world, precision)
     assert capsys.readouterr().out == ("sharding: fsdp over 8 ranks\n" if on else "")
     assert sharding.load_device == (CPU if on else world.device)
+    assert sharding.shards_reward_models == on
+    assert not Sharding(grpo.Args(async_steps=1), world, precision).shards_reward_models

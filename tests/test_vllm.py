@@ -2,6 +2,7 @@
 rollout of the next step in a thread while this one trains.
 """
 
+import asyncio
 import copy
 import dataclasses
 import importlib.util
@@ -186,10 +187,16 @@ def test_the_engine_answers_once(setting, monkeypatch):
 def test_an_engine_that_raises_says_why(setting, monkeypatch):
     """In a rollout or in a sync, from which on it makes no response."""
     engine, model, tokenizer, _ = setting
+    gathered = []
+    gather = lambda *given: gathered.append(1) or lora.merged(*given)
     for owner, name in ((engine.llm.llm_engine, "step"), (engine.llm, "collective_rpc")):
         with monkeypatch.context() as patch:
+            patch.setattr(vllm_engine, "merged", gather)
             patch.setattr(owner, name, lambda *_, **__: [][0])
             engine.sync(model, 0)
+            # of a sharded model, all ranks gather every weight
+            assert len(gathered) == len(model.state_dict())
+            gathered.clear()
             assert sample(setting, sums(tokenizer, 1), [3]) is None
         assert sample(setting, sums(tokenizer, 1), [3]) is None
         assert failure_of(engine) == "vLLM failed (IndexError: list index out of range)"
@@ -197,7 +204,9 @@ def test_an_engine_that_raises_says_why(setting, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(engine.llm, "reset_prefix_cache", lambda **_: False)
         engine.sync(model, 0)
-    assert "prefix cache" in failure_of(engine)
+    engine.waiting["a request"] = None
+    asyncio.run(engine._step())  # which makes no step
+    assert "prefix cache" in failure_of(engine) and engine.waiting.pop("a request") is None
 
 
 # ---- turns of conversations ----------------------------------------------------------------------

@@ -321,7 +321,7 @@ class Engine(VllmSampling):
         responses are complete, and let `sync` load new weights.
         """
         with self._errors_as_failure(), torch.compiler.set_stance(self.stance):
-            while self.waiting:
+            while self.waiting and not self.failure:  # it may have half of the new weights
                 for output in self.llm.llm_engine.step():
                     future = self.waiting[output.request_id]
                     if not future.done():  # its task may have been cancelled
