@@ -245,7 +245,7 @@ def main(args: Args) -> None:
         model = loading.load_model(
             "--model", args.model, precision.param_dtype, world.device
         ).requires_grad_(False)
-        loading.check_decodes(f"--model {args.model}", model, precision, "--backend vllm")
+        loading.check_decodes(f"--model {args.model}", model, "--backend vllm")
     reward_sources.load_models(args, precision)
     interrupt = Interrupt(world)
     sampler = Sampler(

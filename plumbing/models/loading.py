@@ -396,6 +396,8 @@ def check_head(flag: str, model: torch.nn.Module, head: Callable) -> None:
         )
 
 
+# The families without a cache that left-padded rows share, and that drops those which have finished.
+NO_DECODE_LOOP = ("mamba", "minimax", "recurrent_gemma", "openai-gpt")
 LOGIT_FACTORS = {  # entries of configurations -> power of the factor
     "logit_scale": 1,  # Cohere
     "lm_head_multiplier": 1,  # Falcon-H1
@@ -418,41 +420,15 @@ def adjusted_logits(logits: torch.Tensor, config) -> torch.Tensor:
 
 @torch.compiler.set_stance("force_eager")  # as the decode loop
 @torch.no_grad()
-def check_decodes(flag: str, model: torch.nn.Module, precision: Precision, instead: str) -> None:
-    """Exit with code 2 if left padding or a cache that drops finished rows changes what a model
-    predicts.
+def check_decodes(flag: str, model: torch.nn.Module, instead: str) -> None:
+    """Exit with code 2 for a family of NO_DECODE_LOOP.
 
     Args:
         flag: the flag that names the model, with its value. instead: the flag for another way to
             sample.
     """
-    device = getattr(model, "compute_device", model.device)
-    ids = torch.arange(12, device=device).view(2, 6) % model.config.get_text_config().vocab_size
-    mask = torch.ones_like(ids)
-    mask[1, :3] = 0  # two prompts of 5 and 2 tokens; then the first one ends
-    positions = (mask.cumsum(1) - 1).clamp(0)
-    reason = f"{flag}: {type(model).__name__} cannot sample by the decode loop; use {instead}"
-    with exit_on_error(reason), precision.autocast():
-        cache = model(
-            input_ids=ids[:, :5],
-            attention_mask=mask[:, :5],
-            position_ids=positions[:, :5],
-            use_cache=True,
-        ).past_key_values
-        cache.reorder_cache(torch.tensor([1], device=device))
-        outputs = model(
-            input_ids=ids[1:, 5:],
-            attention_mask=mask[1:],
-            position_ids=positions[1:, 5:],
-            past_key_values=cache,
-            use_cache=True,
-        )
-        logits = outputs.logits[0, -1].float()
-        expected = model(input_ids=ids[1:, 3:], use_cache=False).logits[0, -1].float()
-    finite = expected.isfinite()  # -inf masks a token
-    difference = ((logits - expected)[finite].norm() / expected[finite].norm()).item()
-    if not difference < torch.finfo(precision.compute_dtype or model.dtype).eps ** 0.5:
-        fail(f"{reason}: its logits differ by {difference:.0e} of their size there")
+    if model.config.model_type in NO_DECODE_LOOP:
+        fail(f"{flag}: {type(model).__name__} cannot sample by the decode loop; use {instead}")
 
 
 def body(model: torch.nn.Module) -> torch.nn.Module:

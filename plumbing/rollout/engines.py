@@ -16,7 +16,6 @@ import torch
 
 from plumbing.data.rows import Row
 from plumbing.models.loading import Precision, check_decodes
-from plumbing.models.sharding import unsharded
 from plumbing.rollout.batch import Experience, Sampler
 from utils import World, fail
 
@@ -39,8 +38,7 @@ def rollout_engine(
     if backend == "hf":
         if args.async_steps:
             fail(f"--async_steps {args.async_steps}: requires --rollout_backend vllm or server")
-        with unsharded(model):
-            check_decodes(f"--model {args.model}", model, precision, "--rollout_backend vllm")
+        check_decodes(f"--model {args.model}", model, "--rollout_backend vllm")
     elif outputs[1:]:
         fail(
             f"--rollout_backend {backend}: vLLM does not return {', '.join(outputs[1:])} (ROLLOUT_OUTPUTS); use hf"
