@@ -418,8 +418,6 @@ def adjusted_logits(logits: torch.Tensor, config) -> torch.Tensor:
     return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
 
-@torch.compiler.set_stance("force_eager")  # as the decode loop
-@torch.no_grad()
 def check_decodes(flag: str, model: torch.nn.Module, instead: str) -> None:
     """Exit with code 2 for a family of NO_DECODE_LOOP.
 
