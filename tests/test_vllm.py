@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import importlib.util
 import time
+import types
 
 import helpers
 import pytest
@@ -171,6 +172,14 @@ def test_an_interrupt_leaves_at_once_and_nothing_behind(setting, monkeypatch):
         interrupted = lambda: len(made) > 2
         assert sample(setting, queries, seeds, interrupted, min_response_length=20) is None
     assert 2 < len(made) < 15 and not core.has_unfinished_requests() and not engine.failure
+    # A response that is complete before its cancelled task runs again.
+    engine.waiting["late"] = engine.loop.create_future()
+    engine.waiting["late"].cancel()
+    late = iter([[types.SimpleNamespace(request_id="late", outputs=[None])]])
+    with monkeypatch.context() as patch:
+        patch.setattr(core, "step", lambda: next(late, None) or engine.waiting.clear() or [])
+        asyncio.run(engine._step())
+    assert not engine.failure
     assert sample(setting, queries, seeds)
 
 
