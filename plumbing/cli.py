@@ -139,9 +139,6 @@ class RunArgs(OutputArgs):
     track: Literal["", "wandb", "trackio"] = ""
     """Log to Weights & Biases (wandb; WANDB_PROJECT and WANDB_MODE=offline work) or to trackio,
     too."""
-    push_to_hub: str = ""
-    """Push the final model to the Hugging Face hub with a model card, as NAME or OWNER/NAME;
-    requires a login (hf auth login, or HF_TOKEN). "": do not."""
 
     RULES = {
         "--keep_best requires an --eval_every above 0": lambda a: not a.keep_best or a.eval_every

@@ -8,7 +8,7 @@ import repository  # noqa: F401
 import tyro
 
 import utils
-from plumbing.run.log import plot_curves, read_metrics
+from plumbing.run.log import plot_curves, read_log
 
 
 def run_names(folders: list[str]) -> list[str]:
@@ -18,6 +18,14 @@ def run_names(folders: list[str]) -> list[str]:
     paths = [os.path.abspath(folder) for folder in folders]
     shared = os.path.commonpath(map(os.path.dirname, paths))
     return [os.path.relpath(path, shared) for path in paths]
+
+
+def read_metrics(folder: str) -> list[dict]:
+    """Return the rows of metrics.jsonl; raise ValueError if there is none."""
+    rows = list(read_log(folder))
+    if not rows:
+        raise ValueError(f"{folder} has no metrics.jsonl with a whole line")
+    return rows
 
 
 def main(

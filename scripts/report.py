@@ -15,21 +15,20 @@ from collections import Counter
 import jinja2
 import repository  # noqa: F401
 import tyro
-from plot import run_names
+from plot import read_metrics, run_names
 
 import utils
 from plumbing.run.log import (
     CURVES,
     read_args,
     read_log,
-    read_metrics,
     replace_file,
     without_secrets,
 )
 
 SAMPLE_BYTES = 6_000_000  # most of the samples in a page, all runs together
 # Flags that runs of a group differ by.
-NAMES = {"seed", "run_name", "output_dir", "resume", "track", "push_to_hub"}
+NAMES = {"seed", "run_name", "output_dir", "resume", "track"}
 
 
 def main(runs: tyro.conf.Positional[tuple[str, ...]], output: str = "report.html"):

@@ -118,7 +118,6 @@ def test_importing_a_script_loads_nothing_that_a_flag_asks_for():
         "rollout.vllm_engine",
         "rollout.vllm_servers",
         "rewards.sandbox",
-        "run.hub",
         "turns.conversations",
     }
     assert not {f"plumbing.{module}" for module in optional} & of_all

@@ -61,7 +61,7 @@ class RunLog:
         self.values: dict[str, str] = {}  # in the progress bar
         self.latest: deque[dict] = deque(maxlen=10)  # metrics of the last steps
         self.warned: set[str] = set()
-        self.library = self.url = None  # that of --track, and the address of the run there
+        self.library = None  # that of --track
         if args.track:
             world.on_main(self._track, run_id, args)
         disable = None if world.main else True  # None: without a terminal
@@ -84,7 +84,8 @@ class RunLog:
                 **options,
             )
         self.library = library
-        self.url = getattr(run, "url", None)
+        if address := getattr(run, "url", None):
+            replace_file(f"{self.folder}/tracked.txt", address)
 
     def lengths(self, step: int, name: str, lengths: list[int]) -> None:
         """Print how many items there are and how many tokens they have; track a histogram."""
@@ -258,14 +259,6 @@ def read_log(folder: str, name: str = "metrics.jsonl") -> Iterator[dict]:
             for line in lines:
                 if line.endswith("\n"):
                     yield json.loads(line)
-
-
-def read_metrics(folder: str) -> list[dict]:
-    """Return the rows of metrics.jsonl; raise ValueError if there is none."""
-    rows = list(read_log(folder))
-    if not rows:
-        raise ValueError(f"{folder} has no metrics.jsonl with a whole line")
-    return rows
 
 
 def read_args(folder: str) -> dict:

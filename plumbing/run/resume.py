@@ -68,7 +68,7 @@ def find_origin(args, script: str) -> Origin:
     before = facts | facts.get("args", {})
     now = as_json(args) | {"script": os.path.relpath(script, ROOT)}
     for name, value in now.items():
-        if name not in ("resume", "push_to_hub") and before.get(name, value) != value:
+        if name != "resume" and before.get(name, value) != value:
             print(f"changed since: --{name} {before[name]} -> {value}", flush=True)
     return Origin(folder, saved[-1] if saved else None, facts.get("run_id", uuid.uuid4().hex))
 

@@ -39,10 +39,6 @@ class Run:
         self.prompts_per_step = getattr(args, "rollout_batch_size", None)
         if args.track:
             world.on_main(check_track, args.track)
-        if args.push_to_hub:
-            from plumbing.run import hub
-
-            args.push_to_hub = world.on_main(hub.open_repository, args.push_to_hub)
 
     def start(
         self,
@@ -149,20 +145,13 @@ class Run:
             yield step + 1
 
     def finish(self) -> None:
-        """Save the trained model in final/, push it with --push_to_hub, and end the run."""
+        """Save the trained model in final/, and end the run."""
         # Saved; `save_final` changes the number format.
         self.state["whole"] = self.args.save_every > 0
         checkpoints.save_final(
             self.folder, self.world, self.models[""], self.tokenizer, self.args.model
         )
         self.log.close(f"model: {self.folder}/final")
-        if self.args.push_to_hub and self.world.main:
-            from plumbing.run import hub
-
-            print(
-                f"published: {hub.push(self.folder, self.args.push_to_hub, self.log.url)}",
-                flush=True,
-            )
 
     def _evaluate(self, step: int, evaluate: Callable | None) -> None:
         results = {}

@@ -84,11 +84,11 @@ def files(tmp_path_factory):
 
 # ---- what is drawn -------------------------------------------------------------------------------
 
-# Of each run; then what test_run.py, test_cli.py, test_hub.py, test_vllm.py, test_vllm_server.py,
+# Of each run; then what test_run.py, test_cli.py, test_vllm.py, test_vllm_server.py,
 # test_data.py, test_models.py and test_compile.py check.
 LEFT_OUT = set(
     "run_name output_dir resume total_episodes passes "
-    "track config push_to_hub rollout_servers kv_cache_gb async_steps vllm_tensor_parallel "
+    "track config rollout_servers kv_cache_gb async_steps vllm_tensor_parallel "
     "prompt_column answer_column response_column chat_template_kwargs compile".split()
 )
 
