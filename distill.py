@@ -139,8 +139,8 @@ class Args(
         "--estimator sampled requires --divergence reverse_kl and --on_policy_share 1": lambda a: (
             a.estimator == "exact" or a.divergence == "reverse_kl" and a.on_policy_share == 1
         ),
-        "--tools and --environment require --on_policy_share 1": lambda a: (
-            a.on_policy_share == 1 or not (a.tools or a.environment)
+        "--tools, --environment and --agent require --on_policy_share 1": lambda a: (
+            a.on_policy_share == 1 or not (a.tools or a.environment or a.agent)
         ),
         "--precision fp16 cannot scale the head's gradient in time; use bf16": lambda a: (
             a.precision != "fp16"

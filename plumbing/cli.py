@@ -346,6 +346,11 @@ class ConversationArgs:
     environment: FileMember = ""
     """Class that answers the model's turns, as path/to/environment.py:Class, with an instance for
     each response; the sum of its rewards is the source environment of --reward."""
+    agent: FileMember = ""
+    """Function play(base_url, **row) that asks the model by OpenAI's API, as path/to/agent.py:play;
+    what it returns is the source environment of --reward."""
+    agent_timeout: Seconds = 600.0
+    """Seconds after which a call of the agent is killed; the response is left out."""
     max_turns: PositiveInt = 10
     """Maximum number of turns of the model in a response."""
     turn_stop: tuple[NonEmpty, ...] = ()
@@ -353,8 +358,11 @@ class ConversationArgs:
     after a call."""
 
     RULES = {
-        "--reward environment requires an --environment": lambda a: (
-            a.environment or "environment" not in a.reward
+        "--reward environment requires an --environment or --agent": lambda a: (
+            a.environment or a.agent or "environment" not in a.reward
+        ),
+        "--agent takes the place of --tools and --environment": lambda a: (
+            not a.agent or not (a.tools or a.environment)
         ),
         "--turn_rewards requires environment in --reward, no --reward_normalization and no other --advantage than "
         "reinforce++": lambda a: (
@@ -363,17 +371,17 @@ class ConversationArgs:
             and not getattr(a, "reward_normalization", False)
             and getattr(a, "advantage", "reinforce++") == "reinforce++"
         ),
-        "--turn_stop requires --tools or an --environment": lambda a: (
-            a.tools or a.environment or not a.turn_stop
+        "--turn_stop requires --tools, an --environment or an --agent": lambda a: (
+            a.tools or a.environment or a.agent or not a.turn_stop
         ),
-        "--tools and --environment require --min_response_length 0 and --vllm_tensor_parallel 1": lambda a: (
-            not (a.tools or a.environment)
+        "--tools, --environment and --agent require --min_response_length 0 and --vllm_tensor_parallel 1": lambda a: (
+            not (a.tools or a.environment or a.agent)
             or (a.min_response_length, a.vllm_tensor_parallel) == (0, 1)
         ),
     }
     WARNINGS = {
-        "--environment: its rewards do not count without environment in --reward": lambda a: (
-            not a.environment or "environment" in a.reward
+        "--environment and --agent: their rewards do not count without environment in --reward": lambda a: (
+            not (a.environment or a.agent) or "environment" in a.reward
         )
     }
 

@@ -4,13 +4,14 @@
 #   bash scripts/demo.sh ppo                 or rloo, or reward_model
 #   bash scripts/demo.sh distill             trains a teacher on worked solutions, and then its student
 #   bash scripts/demo.sh environment         a game of several turns by GRPO; or environment-ppo, environment-rloo
+#   bash scripts/demo.sh agent               the same game by a program that asks through OpenAI's API; requires vLLM
 #   bash scripts/demo.sh grpo --seed 2       with other flags; they override the ones below
 set -euo pipefail
 cd "$(dirname "$0")/.."
 demo=${1:-grpo}
 [ $# -gt 0 ] && shift
 algorithm=${demo#environment-}
-[ "$demo" = environment ] && algorithm=grpo
+case "$demo" in environment | agent) algorithm=grpo ;; esac
 
 # What those that sample share; the rest is each one's own, or the task's.
 sampling=(--system_prompt "" --max_prompt_length 16 --micro_batch_tokens 4096 --learning_rate 3e-4 --warmup_ratio 0.04
@@ -28,14 +29,16 @@ esac
 case "$demo" in
 grpo | rloo | ppo | distill) task=(--model assets/tiny --dataset arithmetic --reward gsm8k --max_response_length 48) ;;
 reward_model) task=(--model assets/tiny --dataset arithmetic) ;;
-environment | environment-grpo | environment-rloo | environment-ppo)
+agent | environment | environment-grpo | environment-rloo | environment-ppo)
+    player=(--environment assets/guess/game.py:GuessTheNumber)
+    [ "$demo" = agent ] && player=(--agent assets/guess/agent.py:play --rollout_backend vllm)
     task=(--model assets/guess --dataset assets/guess/train.jsonl --eval_dataset assets/guess/test.jsonl
-        --environment assets/guess/game.py:GuessTheNumber --reward environment
+        "${player[@]}" --reward environment
         --max_response_length 64
         --total_episodes 15360 --mini_batch_size 128 --learning_rate 6e-4 --lr_schedule linear)
     ;;
 *)
-    echo "error: no demo called '$demo'; there are grpo, rloo, ppo, distill, reward_model, environment," \
+    echo "error: no demo called '$demo'; there are grpo, rloo, ppo, distill, reward_model, agent, environment," \
         "environment-rloo and environment-ppo" >&2
     exit 2
     ;;

@@ -44,7 +44,9 @@ from plumbing.run import evaluation, ranks, run
 
 BYTES_OF_A_GB = 1.06e9  # in a GPU's name: an H100 of 80 GB has 84.9e9
 RESERVE = 5e9  # bytes
-NOT_FOLLOWED = r"tools=\('.*?\)|environment='[^']+'|rollout_backend='hf'|shard='fsdp_offload'"
+NOT_FOLLOWED = (
+    r"tools=\('.*?\)|(environment|agent)='[^']+'|rollout_backend='hf'|shard='fsdp_offload'"
+)
 TABLE = yaml.safe_load(Path(utils.ROOT, "scripts/memory.yaml").read_text())
 FAKE = torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True)
 aten = torch.ops.aten

@@ -1,12 +1,9 @@
-"""docs/environments.md: each of its blocks of code is run."""
+"""docs/agents.md: each of its blocks of code is run."""
 
 import asyncio
 import importlib
-import json
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import helpers
@@ -15,7 +12,7 @@ import pytest
 from plumbing import cli
 from plumbing.turns.conversations import ToolProcess, ToolProcesses
 
-PAGE = (helpers.ROOT / "docs" / "environments.md").read_text()
+PAGE = (helpers.ROOT / "docs" / "agents.md").read_text()
 FILES = dict(re.findall(r"```python\n# (\w+\.py)\n(.*?)```", PAGE, re.DOTALL))
 COMMANDS = [
     shlex.split(line, comments=True)
@@ -35,7 +32,7 @@ def folder(tmp_path_factory) -> Path:
 
 def test_the_environment(folder):
     assert PAGE.count("```") == 2 * (len(FILES) + PAGE.count("```bash"))
-    assert FILES.keys() == {"guess.py", "my_reward.py", "search.py"}
+    assert FILES.keys() == {"guess.py", "agent.py"}
     processes = ToolProcesses((f"{folder}/guess.py:middle",), f"{folder}/guess.py:Guess", 30.0)
 
     async def play() -> list:
@@ -50,32 +47,9 @@ def test_the_environment(folder):
     assert asyncio.run(play()) == [" Answer with a number alone.", *steps, "7"]
 
 
-def test_the_reward_and_the_search(folder):
-    space = {}
-    exec(FILES["my_reward.py"] + FILES["search.py"], space)
-    turns = [{"role": "assistant", "content": "a"}, {"role": "tool", "content": "b"}]
-    assert space["few_calls"]([], [], [turns, turns[:1]], answer=[]) == [-0.1, 0]
-    search = space["Search"]()
-    found = "<result>Paris is the capital of France.</result>"
-    assert search.step("Well: <search>Paris</search>") == (found, 0.0, False)
-    assert search.step("Paris.") == (None, 0.0, True)
-    (base,) = [command for command in COMMANDS if "--turn_stop" in command]
-    args = cli.parse(importlib.import_module("grpo").Args, base[2:])
-    assert args.turn_stop == ("</search>",) and args.chat_template == "none"
-
-
-def test_the_complete_example(folder):
-    """Its data set has the columns that the environment asks for, and its flags are good."""
-    write, train = COMMANDS[:2]
-    assert write == ["python", "guess.py", ">guess.jsonl"]
-    done = subprocess.run(
-        [sys.executable, "guess.py"], cwd=folder, capture_output=True, text=True, check=True
-    )
-    rows = list(map(json.loads, done.stdout.splitlines()))
-    assert len(rows) == 2000 and rows[0].keys() == {"prompt", "secret"}
-    args = cli.parse(importlib.import_module("grpo").Args, train[2:])
-    assert (args.environment, args.tools, args.reward) == (
-        "guess.py:Guess",
-        ("guess.py:middle",),
-        ("environment",),
-    )
+def test_the_commands_and_the_agent(folder):
+    (guess,) = filter(None, COMMANDS)
+    args = cli.parse(importlib.import_module("grpo").Args, guess[2:])
+    assert (args.environment, args.tools) == ("guess.py:Guess", ("guess.py:middle",))
+    processes = ToolProcesses((), f"{folder}/agent.py:play", 30.0, "--agent")
+    assert processes.schemas == []

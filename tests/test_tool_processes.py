@@ -234,7 +234,7 @@ def test_a_conversation_with_tools_and_an_environment(processes):
             "(_ for _ in ()).throw(type('Mute', (Exception,), {'__str__': None}))",
             "error: Mute: <exception str",
         ),
-        ("time.sleep(60)", "error: TimeoutError: no answer within --timeout"),
+        ("time.sleep(60)", "error: TimeoutError: no answer in time"),
     ],
 )
 def test_what_a_tool_returns(processes, code, result):
@@ -252,7 +252,7 @@ def test_what_a_tool_returns(processes, code, result):
 
 
 DEAF = "signal.signal(signal.SIGALRM, signal.SIG_IGN) and time.sleep(60)"
-GONE = {DEAF: "run gave no answer within --timeout 1 s"}
+GONE = {DEAF: "run gave no answer within 1 s"}
 BROKEN = ["os._exit(0)", "os.closerange(3, 50)"]
 BROKEN += [f"scribble({text})" for text in ("b'9' * 99", "b'9\\n'", "b'9' * (1 << 22)")]
 ENDED = "ended its process, or wrote into its connection"
@@ -283,7 +283,7 @@ def test_what_ends_its_process(processes, files, tmp_path, code):
 
 def test_an_environment_that_hangs(processes):
     failure = converse(processes, ("limit", 1.0), ("step", "time.sleep(60)"))[-1]
-    assert re.fullmatch(r"failure: step: TimeoutError \(.*\): no answer within --timeout", failure)
+    assert re.fullmatch(r"failure: step: TimeoutError \(.*\): no answer in time", failure)
 
 
 ORDER = r"failure: step: TypeError.*: .* is not \(text or None, number, bool\)"
@@ -462,7 +462,7 @@ def test_python_tool():
             assert await process.ask("call", "python", {"code": code}) == printed
         number = process.pid
         process.timeout = 1.0
-        with pytest.raises(ToolError, match="TimeoutError: no answer within --timeout"):
+        with pytest.raises(ToolError, match="TimeoutError: no answer in time"):
             await process.ask("call", "python", {"code": "while True: pass"})
         process.kill()
         return number

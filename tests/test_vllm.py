@@ -410,6 +410,9 @@ def test_which_policy_made_which_token(base, tmp_path, monkeypatch, script, asyn
     )
     if script == "ppo":
         values |= {"environment": helpers.GAME, "reward": "environment"}
+    if script == "rloo":
+        player = helpers.ROOT / "tests" / "support" / "player.py"
+        values |= {"agent": f"{player}:play", "reward": "environment"}
     if script == "distill":
         values = {name: x for name, x in values.items() if hasattr(module.Args, name)}
         values |= {"teacher": untied(base), "passes": 10 / len(helpers.ROWS), "learning_rate": 1e-2}

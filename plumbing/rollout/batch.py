@@ -7,6 +7,7 @@ add an entry.
 """
 
 import contextlib
+import itertools
 import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Callable, Iterator, Mapping, Sequence
@@ -45,6 +46,8 @@ class Sample:
     text: str = ""
     # By reward source; NaN where it gave none.
     scores: dict[str, float] = field(default_factory=dict)
+    # Where in `response` another context begins, which does not see what is before: of an agent.
+    starts: Sequence[int] = ()
 
     def __post_init__(self):
         """Turn lists into arrays: those of all ranks travel between them, and a list has 30 bytes a
@@ -52,6 +55,16 @@ class Sample:
         """
         self.response = np.asarray(self.response, np.int32)
         self.outputs = {name: np.asarray(x, np.float32) for name, x in self.outputs.items()}
+
+    @property
+    def contexts(self) -> list[tuple]:
+        """Return what the model reads: (query, tokens, mask of those that it has sampled) of each
+        context.
+        """
+        mask = self.outputs.get("response_mask", np.ones(len(self.response)))
+        parts = zip(np.split(self.response, self.starts), np.split(mask, self.starts))
+        queries = itertools.chain([self.row["query"]], itertools.repeat(()))
+        return [(query, *part) for query, part in zip(queries, parts)]
 
 
 @dataclass(frozen=True)
@@ -130,7 +143,7 @@ class Sampler:
         """Return a row of random numbers for each response of all ranks, whichever rank samples it.
 
         Returns:
-            (N, T) uniform numbers for the tokens of the decode loop, or (N, turns) seeds for an
+            (N, T) uniform numbers for the tokens of the decode loop, or (N, 1) seeds for an
             engine; and (N,) seeds for the random numbers of tools.
         """
         rng = utils.generator(*key)
@@ -139,8 +152,7 @@ class Sampler:
             tool_seeds = rng.integers(2**62, size=responses)
         if self.engine is None:
             return rng.random((responses, self.args.max_response_length)), tool_seeds
-        turns = self.args.max_turns if self.conversations else 1
-        return rng.integers(2**62, size=(responses, turns)), tool_seeds
+        return rng.integers(2**62, size=(responses, 1)), tool_seeds
 
     def sample(
         self, rows: list[Row], draws: np.ndarray | None, tool_seeds: list[int], end: Callable
@@ -163,7 +175,7 @@ class Sampler:
         def end_conversation(place: int, x) -> None:
             text = self.tokenizer.decode(x.response, skip_special_tokens=True)
             stopped = x.stop_reason != "length"
-            sample = Sample(x.row, x.response, x.outputs, stopped, x, text)
+            sample = Sample(x.row, x.response, x.outputs, stopped, x, text, starts=x.starts)
             x.response = sample.response
             x.outputs = sample.outputs
             end(place, sample)
@@ -282,6 +294,15 @@ class Batch:
         """Tokens of query and response together."""
         return [len(x.row["query"]) + len(x.response) for x in self.samples]
 
+    @property
+    def padded_lengths(self) -> list[int]:
+        """At most the tokens of each response in a micro-batch: several contexts, each as long as
+        the longest response, or its own.
+        """
+        longest = max(self.lengths)
+        starts = [len(x.starts) for x in self.samples]
+        return [(n + 1) * longest if n else own for n, own in zip(starts, self.lengths)]
+
     def scored_by(self, name: str) -> Tensor:
         """Return (N,) bool: the responses that a source scores, which are all unless rows name
         other sources.
@@ -293,8 +314,7 @@ class Batch:
         """Return some of the responses behind their queries, as `collate` lays them out;
         observations are not set.
         """
-        samples = [self.samples[i] for i in chosen]
-        rows = [(x.row["query"], x.response, x.outputs.get("response_mask", True)) for x in samples]
+        rows = [context for i in chosen for context in self.samples[i].contexts]
         return collate(rows, self.response_mask.device)
 
     def micro_batches(
@@ -306,7 +326,7 @@ class Batch:
             the inputs of a model (input_ids, response_mask: (n, L)), the slices (n, T) of `tokens`,
             where T is the longest response of the micro-batch, and whether it is the last one.
         """
-        lengths = self.lengths
+        lengths = self.padded_lengths
         cuts = utils.micro_batches([lengths[i] for i in chosen], token_budget, world)
         for number, cut in enumerate(cuts, 1):
             rows = [chosen[i] for i in cut]
@@ -463,7 +483,7 @@ def forward_batch(module, batch: Batch, name: str, args, world: utils.World, **o
         (N, T), 0 after a response's end.
     """
     mask = batch.response_mask
-    cuts = utils.micro_batches(batch.lengths, args.micro_batch_tokens, world)
+    cuts = utils.micro_batches(batch.padded_lengths, args.micro_batch_tokens, world)
     outputs = [
         forward_tokens(module, batch.collate(rows), mask[rows], **options)[name] for rows in cuts
     ]

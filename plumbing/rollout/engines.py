@@ -36,8 +36,9 @@ def rollout_engine(
     backend = backend_of("rollout_backend", args)
     engine: "VllmSampling | None" = None
     if backend == "hf":
-        if args.async_steps:
-            fail(f"--async_steps {args.async_steps}: requires --rollout_backend vllm or server")
+        for flag in ("async_steps", "agent"):
+            if value := getattr(args, flag):
+                fail(f"--{flag} {value}: requires --rollout_backend vllm or server")
         check_decodes(f"--model {args.model}", model, "--rollout_backend vllm")
     elif outputs[1:]:
         fail(
@@ -105,7 +106,13 @@ def obstacle(args) -> str:
 
 
 def load_conversations(args, tokenizer, stop_ids: list[int]):
-    """Return the Conversations of --tools and --environment, or None without them."""
+    """Return the Conversations of --tools and --environment or of an --agent, or None without
+    them.
+    """
+    if args.agent:
+        from plumbing.turns.agents import Agents
+
+        return Agents(args, tokenizer, stop_ids)
     if not (args.tools or args.environment):
         return None
     from plumbing.turns.conversations import Conversations

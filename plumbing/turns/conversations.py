@@ -2,7 +2,7 @@
 answers.
 
 The tokens of a turn stay as they were drawn. The tokens between two turns, an observation, are in
-the context, but not in the response mask: nothing is trained on them. docs/environments.md shows
+the context, but not in the response mask: nothing is trained on them. docs/agents.md shows
 how to write tools and environments.
 
 A conversation has a process in which its tools and its environment run, forked from a process of the
@@ -36,7 +36,7 @@ from plumbing.turns import worker
 from plumbing.turns.templates import Call, Turns
 from plumbing.turns.worker import EnvironmentFailure, ToolError
 from plumbing.user_code import SECONDS_TO_LOAD
-from utils import ROOT, exit_on_error, fail, warn
+from utils import ROOT, exit_on_error, fail, generator, warn
 
 SECONDS_TO_GIVE_UP = 1.0  # after --timeout, for what interrupts a call
 MOST_CALLS = 32  # of a turn
@@ -44,21 +44,30 @@ STOP_REASONS = ("done", "max_turns", "length", "error")
 
 
 class ToolProcesses:
-    """The tools and the environment of a run.
+    """The tools and the environment of a run, or in its place the agent.
 
     `schemas` describes all tools to the chat template.
     """
 
-    def __init__(self, tools: tuple[str, ...], environment: str, timeout: float):
-        """Load and describe tools and environment in a process; exit with code 2 if that fails."""
+    def __init__(
+        self,
+        tools: tuple[str, ...],
+        environment: str,
+        timeout: float,
+        flag: str = "--environment",
+    ):
+        """Load and describe tools and environment in a process; exit with code 2 if that fails.
+
+        `flag` is that of the environment.
+        """
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # a process has a descriptor
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 1 << 16)), hard))
         self.tools = list(map(os.path.abspath, tools))
         self.environment = environment and os.path.abspath(environment)
         self.parent = None
         self.timeout = SECONDS_TO_LOAD
-        flag = "--tools" if tools else "--environment"
-        where = f"{flag} {' '.join(filter(None, [*tools, environment]))}"
+        names = " ".join(filter(None, [*tools, environment]))
+        where = f"{'--tools' if tools else flag} {names}"
         self.schemas = ask_once(where, ToolProcess(self, seed=0), "describe")
         self.timeout = timeout
         names = [schema["function"]["name"] for schema in self.schemas]
@@ -117,7 +126,7 @@ class ToolProcess:
                 raise ValueError
         except TimeoutError:
             self.kill()
-            raise gone(f"{name} gave no answer within --timeout {self.timeout:g} s") from None
+            raise gone(f"{name} gave no answer within {self.timeout:g} s") from None
         except (OSError, ValueError):
             self.kill()
             raise gone(f"{name} ended its process, or wrote into its connection") from None
@@ -173,6 +182,8 @@ class Conversation:
     outputs: dict[str, list] = field(
         default_factory=lambda: {"rollout_logprobs": [], "response_mask": []}
     )
+    # Of an agent: where in `response` another context begins, with its prompt.
+    starts: list[int] = field(default_factory=list)
     turns: list[dict] = field(default_factory=list)  # the same as messages
     # Of turns, by the place of their last token.
     rewards: dict[int, float] = field(default_factory=dict)
@@ -191,6 +202,11 @@ class Conversation:
         sampled = {} if outputs is None else {"response_mask": [1.0] * len(tokens), **outputs}
         for name in self.outputs | sampled:
             self.outputs.setdefault(name, []).extend(sampled.get(name, [0.0] * len(tokens)))
+
+    @property
+    def tokens(self) -> list[int]:
+        """All tokens so far, those of the prompt included."""
+        return self.row["query"] + self.response
 
     @property
     def reward(self) -> float:
@@ -268,19 +284,25 @@ class Conversations:
         self.args = args
         self.tokenizer = tokenizer
         self.stop_ids = stop_ids
-        self.processes = ToolProcesses(args.tools, args.environment, args.timeout)
+        self.flag = "--agent" if args.agent else "--environment" if args.environment else "--tools"
+        environment = args.environment or args.agent
+        timeout = args.agent_timeout if args.agent else args.timeout
+        self.processes = ToolProcesses(args.tools, environment, timeout, self.flag)
         # Of all rollouts that an engine makes at once.
         self.free = asyncio.Semaphore(args.generation_batch_size)
         self.schemas = self.processes.schemas or None
-        followers = ["tool"] * bool(self.schemas) + ["user"] * bool(args.environment)
-        flag = "--tools" if args.tools else "--environment"
-        with exit_on_error(f"{flag}: the chat template of --model"):
-            self.turns = Turns(
-                tokenizer, stop_ids, self.schemas, followers, args.chat_template != "none"
-            )
+        with exit_on_error(f"{self.flag}: the chat template of --model"):
+            self.turns = self.turns_with(self.schemas)
         self.stop_strings = (
             StopStringCriteria(tokenizer, list(args.turn_stop)) if args.turn_stop else None
         )
+
+    def turns_with(self, schemas: list[dict] | None) -> Turns:
+        """Return the Turns of conversations with some tools; see there what is raised."""
+        args = self.args
+        followers = ["tool"] * bool(schemas) + ["user"] * bool(args.environment or args.agent)
+        has_template = args.chat_template != "none"
+        return Turns(self.tokenizer, self.stop_ids, schemas, followers, has_template)
 
     def try_reset(self, where: str, columns: dict) -> None:
         """Exit with code 2 if the environment cannot be reset with the columns of a row."""
@@ -312,17 +334,17 @@ class Conversations:
         free = asyncio.Semaphore(at_once) if engine is None else self.free
         decode_loop = DecodeLoop(generate, self.stop_strings, at_once, len(rows))
 
-        async def sample_turn(conversation: Conversation) -> tuple | None:
+        async def sample_turn(
+            conversation: Conversation, query: list[int], length: int, args, repetition: int = 0
+        ) -> tuple | None:
             place = conversation.place
             numbers = None if draws is None else draws[place]
-            query = conversation.row["query"] + conversation.response
-            length = self.args.max_response_length - len(conversation.response)
             if engine is None:
                 return await decode_loop.sample(place, query, numbers, length)
-            seed = None if numbers is None else int(numbers[conversation.metrics()["turns"]])
-            return await engine.sample(
-                place, query, seed, length, self.stop_ids, self.args, interrupted
-            )
+            seed = None
+            if numbers is not None:  # whatever the order of parallel requests
+                seed = int(generator(numbers[0], repetition, query).integers(2**62))
+            return await engine.sample(place, query, seed, length, self.stop_ids, args, interrupted)
 
         async def converse(place: int) -> None:
             async with free:
@@ -364,7 +386,7 @@ class Conversations:
         if failed:
             first = failed[0].conversation.error
             warn(
-                f"--environment: {len(failed)} of {len(samples)} responses are left out; the first: {first}"
+                f"{self.flag}: {len(failed)} of {len(samples)} responses are left out; the first: {first}"
             )
 
     async def _converse(self, conversation: Conversation, sample_turn: Callable) -> None:
@@ -374,7 +396,12 @@ class Conversations:
         columns = conversation.row["columns"]
         if self.args.environment and (added := await conversation.process.ask("reset", columns)):
             conversation.row = self._prompt_with(conversation.row, added)
-        while not conversation.stop_reason and (turn := await sample_turn(conversation)):
+        while not conversation.stop_reason:
+            query = conversation.tokens
+            length = self.args.max_response_length - len(conversation.response)
+            turn = await sample_turn(conversation, query, length, self.args)
+            if turn is None:
+                return
             await self._add_turn(conversation, *turn)
 
     async def _add_turn(
@@ -387,12 +414,8 @@ class Conversations:
         """
         conversation.add(tokens, outputs)
         last_token = len(conversation.response) - 1
-        content = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        content, text, stopped = self.read(tokens, self.args.turn_stop)
         conversation.turns.append({"role": "assistant", "content": content})
-        stopped = tokens[-1] in self.stop_ids
-        # Special tokens may be part of calls.
-        text = self.tokenizer.decode(tokens[:-1] if stopped else tokens)
-        stopped = stopped or any(stop in text for stop in self.args.turn_stop)
         calls = self.turns.calls(text)
         if (left_out := len(calls) - MOST_CALLS) > 0:
             calls[MOST_CALLS:] = [
@@ -419,6 +442,15 @@ class Conversations:
         else:
             conversation.turns += messages
             conversation.add(observation)
+
+    def read(self, tokens: list[int], stops: tuple[str, ...]) -> tuple[str, str, bool]:
+        """Return the text of a turn; its text with special tokens, which may be part of calls; and
+        whether it has ended by itself.
+        """
+        stopped = tokens[-1] in self.stop_ids
+        text = self.tokenizer.decode(tokens[:-1] if stopped else tokens)
+        content = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        return content, text, stopped or any(stop in text for stop in stops)
 
     async def _call(self, conversation: Conversation, call: Call | str) -> dict:
         """Return the message that answers a call of a tool."""

@@ -131,8 +131,13 @@ class Turns:
         return between
 
     def prompt(self, messages: list[dict]) -> str:
-        """Return the text of messages that a turn follows."""
-        return self._render(guarded(messages, self.tokenizer), prompt=True)
+        """Return the text of messages that a turn follows; without chat template, of the
+        contents.
+        """
+        messages = guarded(messages, self.tokenizer)
+        if self.has_template:
+            return self._render(messages, prompt=True)
+        return "".join(message["content"] for message in messages)
 
     def observation_ids(self, messages: list[dict], last_token: int) -> list[int]:
         """Return the token ids between the turn just sampled and the next one; without chat

@@ -1,9 +1,9 @@
-"""What a process of tools (--tools) and of an environment (--environment) does: it serves one
-conversation.
+"""What a process of tools (--tools), an environment (--environment) or an agent (--agent) does: it
+serves one conversation.
 
 Requests and answers are lines of JSON on a socket, each request with the seconds after which the
 user's code is interrupted:
-    [seconds, method, arguments...], where the methods are `describe`, `reset`, `step` and `call`
+    [seconds, method, arguments...], where the methods are `describe`, `reset`, `step`, `call` and `play`
     {"result": ...} or {"error": type and text of what was raised}
 
 The processes are forked from one that has imported the users' files, and no torch.
@@ -38,19 +38,19 @@ class EnvironmentFailure(Exception):
 
 class Tools:
     """The functions of --tools and an instance of --environment, if there is one, for one
-    conversation.
+    conversation; or in its place the --agent.
     """
 
     def __init__(self, tools: list[str], environment: str, seed: int):
         self.functions = list(map(load_function, tools))
-        make = load_function(environment) if environment else lambda: None
+        made = load_function(environment) if environment else None
         random.seed(seed)
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(seed % 2**32)
         # One event loop for all calls, to which connections may be bound.
         self.runner = asyncio.Runner()
-        self.instance = make()
-        if environment and not (hasattr(self.instance, "reset") and hasattr(self.instance, "step")):
+        self.instance = made() if inspect.isclass(made) else made  # an agent is a function
+        if inspect.isclass(made) and not (hasattr(made, "reset") and hasattr(made, "step")):
             raise TypeError("requires methods reset and step")
 
     def tools(self) -> list[Callable]:
@@ -98,6 +98,11 @@ class Tools:
         if isinstance(done, float | str | dict | None):  # in another order
             raise TypeError(f"{str(result)[:80]!r} is not (text or None, number, bool)")
         return as_text(observation), float(reward), bool(done)
+
+    def play(self, base_url: str, row: dict) -> float | None:
+        """Return the reward of the agent, which asks the policy at an address."""
+        reward = self.finish(self.instance(base_url, **accepted(self.instance, row)))
+        return None if reward is None else float(reward)
 
 
 def as_text(value) -> str:
@@ -182,7 +187,7 @@ def serve(connection: socket.socket, tools: list[str], environment: str, seed: i
 
 
 def give_up(*_) -> None:
-    raise TimeoutError("no answer within --timeout")
+    raise TimeoutError("no answer in time")
 
 
 def end_with_trainer(connection: socket.socket) -> None:

@@ -1,0 +1,216 @@
+"""Agents (--agent): programs of the user that ask the policy by OpenAI's API.
+
+A function play(base_url, **row) makes a response and returns its reward, in a process of its own.
+It may start any program. The address is the response's own, http://127.0.0.1:PORT/NAME/v1.
+
+Sampled tokens are never tokenised again. A request whose messages begin with those of an earlier
+request and its answer continues the tokens of that answer, by what the chat template writes for the
+messages that follow. Any other request, as of an agent that edits its history, begins a context,
+with all of its messages in its prompt. A response has one context or more; each turn trains in one.
+"""
+
+import asyncio
+import copy
+import functools
+import json
+import secrets
+import time
+from dataclasses import dataclass, field
+from typing import Callable
+
+from aiohttp import web
+
+from plumbing.models.loading import positions_of
+from plumbing.turns.conversations import Conversation, Conversations
+from plumbing.turns.templates import json_or_text
+from plumbing.turns.worker import EnvironmentFailure
+from utils import first_line
+
+# Fields of a request that have an effect, or none at all; and those of some values alone.
+READ = (
+    "messages tools temperature max_tokens max_completion_tokens stop stream "
+    "model user seed store metadata stream_options parallel_tool_calls"
+).split()
+FIXED = {"tool_choice": ("auto", "none"), "n": (1,), "logprobs": (False,), "top_p": (1,)}
+
+
+@dataclass(eq=False)
+class Turn:
+    """An answer of the policy; without tokens while a request waits for it."""
+
+    messages: list[dict] = field(default_factory=list)  # of the request, and the answer
+    tools: str = ""  # of the request, JSON
+    prompt: list[int] = field(default_factory=list)  # all tokens before it
+    tokens: list[int] = field(default_factory=list)
+    outputs: dict[str, list] = field(default_factory=dict)  # of its tokens, by name
+
+
+class Agents(Conversations):
+    """Has a run's agent make responses."""
+
+    def __init__(self, args, tokenizer, stop_ids: list[int]):
+        """Load the agent, and check the chat template; exit with code 2 where they do not fit."""
+        super().__init__(args, tokenizer, stop_ids)
+        longest = args.max_prompt_length + args.max_response_length
+        self.longest = min(longest, positions_of(args.model))
+        # By the tools of a request, JSON.
+        self.template = functools.cache(lambda tools: self.turns_with(json.loads(tools)))
+
+    async def _converse(self, conversation: Conversation, sample_turn: Callable) -> None:
+        """Have the agent make a response."""
+        turns: list[Turn] = []
+
+        async def chat(request: web.Request) -> web.Response:
+            turn = Turn()
+            turns.append(turn)
+            body = await request.read()  # of which the rest may never come
+            try:
+                return await self._answer(body, turn, turns, sample)
+            except Exception as error:  # of any type: a template may raise it
+                turns.remove(turn)
+                reason = f"{type(error).__name__}: {first_line(error)}"
+                refusal = {"error": {"message": reason, "type": "invalid_request_error"}}
+                return web.json_response(refusal, status=400)
+
+        async def models(_) -> web.Response:
+            model = {"id": self.args.model, "object": "model"}
+            return web.json_response({"object": "list", "data": [model]})
+
+        sample = functools.partial(sample_turn, conversation)
+        path = f"/{secrets.token_urlsafe(16)}/v1"
+        app = web.Application(client_max_size=1 << 24)
+        app.router.add_get(f"{path}/models", models)
+        app.router.add_post(f"{path}/chat/completions", chat)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            url = f"http://127.0.0.1:{runner.addresses[0][1]}{path}"
+            reward = await conversation.process.ask("play", url, conversation.row["columns"])
+            if not all(turn.tokens for turn in turns):
+                raise EnvironmentFailure("play ended before the answer to its request")
+        finally:
+            self._lay_out([turn for turn in turns if turn.tokens], conversation)
+            await runner.cleanup()
+        if not any(conversation.outputs["response_mask"]):
+            raise EnvironmentFailure("play asked for nothing that trains")
+        if reward is not None:
+            conversation.rewards[len(conversation.response) - 1] = reward
+        conversation.stop_reason = "done"
+
+    async def _answer(
+        self, body: bytes, turn: Turn, turns: list[Turn], sample: Callable
+    ) -> web.Response:
+        """Sample the answer to a request; raise ValueError or another exception if it cannot have
+        any.
+
+        Args:
+            turn: one of `turns`, which are all of the response; its fields are set.
+            sample: see `Conversations.sample`.
+        """
+        args = copy.copy(self.args)
+        asked = {name: x for name, x in json.loads(body).items() if x is not None}
+        for name, value in asked.items():
+            if name not in READ and value not in FIXED.get(name, ()):
+                raise ValueError(f"{name} {value!r} is not supported")
+        if len(turns) > args.max_turns:
+            raise ValueError(f"a response has at most --max_turns {args.max_turns} requests")
+        messages = list(map(plain, asked["messages"]))
+        tools = json.dumps(asked.get("tools", []))
+        prompt = self._prompt(messages, tools, turns)
+        room = min(args.max_response_length, self.longest - len(prompt))
+        if not prompt or room < 1:
+            raise ValueError(f"{len(prompt)} tokens, of {self.longest} with the answer")
+        length = min(room, asked.get("max_completion_tokens", asked.get("max_tokens", room)))
+        args.temperature = min(args.temperature, asked.get("temperature", args.temperature))
+        stops = asked.get("stop", [])
+        stops = [stops] if isinstance(stops, str) else stops
+        args.turn_stop = (*args.turn_stop, *stops)
+        repetition = sum(other.prompt == prompt for other in turns)
+        turn.prompt = prompt
+        sampled = await sample(prompt, length, args, repetition)
+        if sampled is None:
+            await asyncio.Future()  # the conversation is cancelled
+        tokens, outputs = sampled
+        if args.temperature < self.args.temperature:  # of another policy than the one that trains
+            outputs = {**outputs, "response_mask": [0.0] * len(tokens)}
+        content, text, ended = self.read(tokens, args.turn_stop)
+        for stop in stops:
+            content = content.partition(stop)[0]
+        message = {"role": "assistant", "content": content}
+        reason = "stop" if ended else "length"
+        calls = self.template(tools).calls(text) if asked.get("tool_choice") != "none" else []
+        if calls and all(isinstance(call, tuple) for call in calls):
+            reason = "tool_calls"
+            message["content"] = content.partition("<tool_call>")[0]
+            functions = [{"name": name, "arguments": json.dumps(x)} for name, x in calls]
+            message["tool_calls"] = [
+                {"index": i, "id": f"call_{len(prompt)}_{i}", "type": "function", "function": x}
+                for i, x in enumerate(functions)
+            ]
+        turn.messages = [*messages, plain(message)]
+        turn.tools = tools
+        turn.tokens = tokens
+        turn.outputs = outputs
+        return completion(turn, message, reason, args.model, asked.get("stream"))
+
+    def _prompt(self, messages: list[dict], tools: str, turns: list[Turn]) -> list[int]:
+        """Return the token ids of a request."""
+        template = self.template(tools)
+        for turn in sorted(turns, key=lambda turn: -len(turn.messages)):
+            count = len(turn.messages)
+            if turn.tokens and (turn.tools, turn.messages) == (tools, messages[:count]):
+                following = template.observation_ids(messages[count:], turn.tokens[-1])
+                return turn.prompt + turn.tokens + following
+        return template.encode(template.prompt(messages), special=not template.has_template)
+
+    def _lay_out(self, turns: list[Turn], conversation: Conversation) -> None:
+        """Give a conversation the tokens of its turns, one context after the other.
+
+        In this order a turn follows the one that it continues, whenever parallel requests came.
+        """
+        conversation.turns = [turn.messages[-1] for turn in turns]
+        context: list[int] = []
+        for turn in sorted(turns, key=lambda turn: (turn.prompt, turn.tokens)):
+            if not context:
+                text = self.tokenizer.decode(turn.prompt)
+                conversation.row = {**conversation.row, "prompt": text, "query": turn.prompt}
+                context = turn.prompt
+            elif turn.prompt[: len(context)] != context:
+                conversation.starts.append(len(conversation.response))
+                context = []
+            conversation.add(turn.prompt[len(context) :])
+            conversation.add(turn.tokens, turn.outputs)
+            context = turn.prompt + turn.tokens
+
+
+def completion(turn: Turn, message: dict, reason: str, model: str, stream) -> web.Response:
+    """Return an answer as OpenAI's API writes it; with `stream` as one chunk."""
+    counts = len(turn.prompt), len(turn.tokens), len(turn.prompt) + len(turn.tokens)
+    names = "prompt_tokens", "completion_tokens", "total_tokens"
+    choice = {"index": 0, "finish_reason": reason, "delta" if stream else "message": message}
+    answer = {
+        "id": f"chatcmpl-{secrets.token_hex(8)}",
+        "object": "chat.completion.chunk" if stream else "chat.completion",
+        "created": int(time.time()),
+        "model": model,
+        "choices": [choice],
+        "usage": dict(zip(names, counts)),
+    }
+    if not stream:
+        return web.json_response(answer)
+    chunks = f"data: {json.dumps(answer)}\n\ndata: [DONE]\n\n"
+    return web.Response(text=chunks, content_type="text/event-stream")
+
+
+def plain(message: dict) -> dict:
+    """Return what a message says, however a client library writes it, as chat templates read it."""
+    content = message.get("content") or ""
+    if not isinstance(content, str):
+        content = "".join(part["text"] for part in content)
+    said = {"role": message["role"], "content": content}
+    functions = [call["function"] for call in message.get("tool_calls") or []]
+    calls = [{**x, "arguments": json_or_text(x["arguments"])} for x in functions]
+    if calls:
+        said["tool_calls"] = [{"type": "function", "function": call} for call in calls]
+    return said

@@ -1,0 +1,321 @@
+"""Agents behind an address: the rows that their requests become, and what bad ones do not break."""
+
+import asyncio
+import re
+import types
+
+import numpy as np
+import pytest
+import torch
+from test_turns import ADD, QWEN25
+from test_turns import tokenizer_of as tokenizer_of  # a fixture
+from tiny_models import CPU, random_model
+
+import grpo
+import utils
+from plumbing.rollout.batch import Batch, Sample, forward_batch
+from plumbing.tasks import run_all
+from plumbing.turns import agents
+from plumbing.turns.agents import Agents
+from plumbing.turns.conversations import Conversation
+
+# Runs the code of its row, which may call ask(messages..., options of the API).
+AGENT = """
+import json, os, signal, socket, threading, time, urllib.request
+import openai
+
+CLIENT = openai.OpenAI(base_url="http://127.0.0.1", api_key="none", max_retries=0)
+
+def user(text):
+    return {"role": "user", "content": text}
+
+def side_by_side(*calls):
+    threads = [threading.Thread(target=call) for call in calls]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.05)  # they begin in this order
+    for thread in threads:
+        thread.join()
+
+def play(base_url, code, tools=()):
+    client = CLIENT.with_options(base_url=base_url)
+    def ask(*messages, **options):
+        answer = client.chat.completions.create(model="m", messages=list(messages), **options)
+        return answer.choices[0]
+    names = {**globals(), "ask": ask, "client": client, "url": base_url, "tools": tools}
+    exec(code, names)
+    return names.get("reward", 1.0)
+"""
+
+
+class Engine:
+    """Says what comes next of some texts; all requests are kept in `asked`."""
+
+    def __init__(self, tokenizer, *texts: str):
+        self.tokenizer = tokenizer
+        self.texts = texts
+        self.asked = []
+
+    async def sample(self, place, query, seed, length, stop_ids, args, interrupted):
+        text = self.texts[min(len(self.asked), len(self.texts) - 1)]
+        ids = [*self.tokenizer.encode(text), stop_ids[0]][:length]
+        request = dict(query=query, seed=seed, length=length, ids=ids)
+        self.asked.append(request | dict(temperature=args.temperature, stops=args.turn_stop))
+        await asyncio.sleep(0.2)
+        return ids, {"rollout_logprobs": [-0.5] * len(ids), "further": list(map(float, ids))}
+
+    def run_all(self, calls, interrupted) -> None:
+        asyncio.run(run_all(calls, interrupted))
+
+
+@pytest.fixture(scope="module")
+def play(tokenizer_of, tmp_path_factory):
+    """A function: codes of agents, what the engine says, flags -> conversations, engine."""
+    path = tmp_path_factory.mktemp("agent") / "agent.py"
+    path.write_text(AGENT)
+    tokenizer = tokenizer_of(QWEN25)
+    made = {}
+
+    def play(*codes: str, says=("ok",), **flags) -> tuple[list[Conversation], Engine]:
+        key = str(flags)
+        if key not in made:
+            args = grpo.Args(agent=f"{path}:play", reward=("environment",), **flags)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(agents, "positions_of", lambda _: 600)
+                stop = tokenizer.convert_tokens_to_ids("<|im_end|>")
+                made[key] = Agents(args, tokenizer, [stop])
+        engine = Engine(tokenizer, *says)
+        rows = [
+            {"query": [5], "prompt": "", "columns": {"code": code, "tools": [ADD]}}
+            for code in codes
+        ]
+        ended = {}
+        draws = np.arange(7, 7 + len(rows))[:, None]
+        made[key].sample(rows, [1] * len(rows), draws, lambda: False, ended.__setitem__, engine)
+        return [ended[place] for place in range(len(rows))], engine
+
+    return play
+
+
+def contexts_of(conversation: Conversation) -> list[tuple]:
+    """(all token ids, those that train) of each context."""
+    x = conversation
+    sample = Sample(x.row, x.response, x.outputs, True, x, starts=x.starts)
+    return [
+        ([*query, *ids], [token for token, sampled in zip(ids, mask) if sampled])
+        for query, ids, mask in sample.contexts
+    ]
+
+
+CALL = '<tool_call>\n{"name":   "add", "arguments": {"a":1,"b" : 2}}\n</tool_call>'
+LINEAR = """
+first = ask(user("1+2?"), tools=tools)
+assert first.finish_reason == "tool_calls" and first.message.content == "", first
+call, = first.message.tool_calls
+assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1, "b": 2})
+again = {"role": "assistant", "content": None, "refusal": None, "annotations": [], "tool_calls": [
+    {"id": call.id, "type": "function", "function": {"name": "add", "arguments": '{"b":2, "a" : 1}'}}]}
+result = {"role": "tool", "tool_call_id": call.id, "content": [{"type": "text", "text": "3<|im_end|>"}]}
+second = ask(user("1+2?"), again, result, tools=tools)
+assert second.finish_reason == "stop" and second.message.content == "It is 3."
+third = ask(user("1+2?"), again, result, second.message, user("sure?"), tools=tools)
+reward = 0.5
+"""
+
+
+def test_a_conversation_keeps_its_tokens(play, tokenizer_of):
+    """Calls that the model writes oddly and a client in another way, and a result that spells a
+    special token: one context, of the tokens as they were sampled.
+    """
+    [one], engine = play(LINEAR, says=(CALL, "It is 3.", "Sure."))
+    assert (one.error, one.stop_reason, one.reward, one.starts) == ("", "done", 0.5, [])
+    queries, sampled = zip(*[(request["query"], request["ids"]) for request in engine.asked])
+    for before, ids, after in zip(queries, sampled, queries[1:]):
+        assert after[: len(before) + len(ids)] == before + ids
+    assert contexts_of(one) == [(queries[2] + sampled[2], sum(sampled, []))]
+    assert one.row["query"] == queries[0] and {len(x) for x in one.outputs.values()} == {
+        len(one.response)
+    }
+    stop = engine.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    between = queries[1][len(queries[0]) + len(sampled[0]) :]
+    assert between.count(stop) == 1 and "3<|im_end|>" in engine.tokenizer.decode(between)
+    assert [message["content"] for message in one.turns] == ["", "It is 3.", "Sure."]
+    trained = [x for x, m in zip(one.outputs["further"], one.outputs["response_mask"]) if m]
+    assert trained == list(map(float, sum(sampled, [])))
+
+
+BRANCHES = """
+plan = ask(user("x")).message
+side_by_side(
+    lambda: ask(user("x"), plan, user("left")),
+    lambda: ask(user("x"), plan, user("right")),
+    lambda: ask(user("same")),
+    lambda: ask(user("same")),
+)
+ask(user("a summary of all"), plan, user("go on"))
+"""
+
+
+def test_other_requests_are_contexts_and_each_turn_trains_once(play):
+    """Whatever the order of the requests, the numbers that are drawn are the same."""
+    turned = BRANCHES.replace('user("left")', "LEFT").replace('user("right")', 'user("left")')
+    turned = turned.replace("LEFT", 'user("right")')
+    (one, other), engine = play(BRANCHES, turned)
+    for x in (one, other):
+        assert (x.error, len(x.starts)) == ("", 4)
+        trained = [ids for _, ids in contexts_of(x)]
+        assert sorted(map(len, trained)) == [3, 3, 3, 3, 6]  # "ok" and a stop token each
+    assert contexts_of(one) == contexts_of(other)
+    seeds = [request["seed"] for request in engine.asked]
+    assert len(set(seeds)) == len(seeds) == 12  # of two rows with different numbers
+    [again], engine = play(turned)
+    assert {x["seed"] for x in engine.asked} < set(seeds)
+    assert {tuple(x["query"]): 0 for x in engine.asked}.keys() == {
+        tuple(all_ids[:-3]) for all_ids, _ in contexts_of(again)
+    } | {tuple(engine.asked[0]["query"])}
+
+
+API = """
+import urllib.error
+one = ask(user("x"), temperature=0.1)
+two = ask(user("x"), temperature=1.5, max_tokens=1, stop="k", seed=3, user="me", top_p=1.0)
+assert (two.finish_reason, two.message.content) == ("length", "o")
+three = ask(user("x"), stop=["k"], tool_choice="none", tools=tools)
+assert (three.finish_reason, three.message.content) == ("stop", "o")
+chunks = list(client.chat.completions.create(model="m", messages=[user("y")], stream=True))
+assert [chunk.choices[0].delta.content for chunk in chunks] == ["ok"]
+assert chunks[0].usage.total_tokens == chunks[0].usage.prompt_tokens + 3
+assert client.models.list().data[0].id
+for options, words in (
+    ({"n": 2}, "n 2"), ({"logprobs": True}, "logprobs"), ({"tool_choice": "required"}, "tool_choice"),
+    ({"top_p": 0.5}, "top_p"), ({"extra_body": {"min_p": 1}}, "min_p"), ({"max_tokens": "x"}, "TypeError"),
+    ({"messages": []}, ""), ({"messages": [{}]}, "role"), ({"messages": [user("x" * 700)]}, "of 600"),
+):
+    try:
+        client.chat.completions.create(**{"model": "m", "messages": [user("x")], **options})
+    except openai.BadRequestError as error:
+        assert words in error.body["message"], error
+    else:
+        raise AssertionError(options)
+"""
+
+
+def test_what_the_api_offers(play):
+    """What is drawn at a lower temperature than the run's does not train."""
+    [one], engine = play(API)
+    assert not one.error, one.error
+    asked = engine.asked
+    assert [request["temperature"] for request in asked] == [0.1, 1.0, 1.0, 1.0]
+    assert [request["stops"] for request in asked] == [(), ("k",), ("k",), ()]
+    assert [request["length"] for request in asked][1] == 1
+    trained = sorted(len(ids) for _, ids in contexts_of(one))
+    assert trained == [0, 1, 3, 3]
+
+
+BAD = {
+    "raises": ("ask(user('x')); 1 / 0", "play: ZeroDivisionError .*: division by zero"),
+    "hangs": ("ask(user('x')); time.sleep(60)", "play: TimeoutError .*: no answer in time"),
+    "is deaf": (
+        "signal.signal(signal.SIGALRM, signal.SIG_IGN); time.sleep(60)",
+        "play gave no answer within 8 s",
+    ),
+    "ends": ("ask(user('x')); os._exit(0)", "play ended its process, or wrote into its connection"),
+    "asks nothing": ("pass", "play asked for nothing that trains"),
+    "asks coldly": ("ask(user('x'), temperature=0)", "play asked for nothing that trains"),
+    "returns text": ("ask(user('x')); reward = 'good'", "play: ValueError: could not convert.*"),
+    "leaves half a request": (
+        "ask(user('x')); host, path = url[7:].split('/', 1); host, port = host.split(':')\n"
+        "s = socket.create_connection((host, int(port)))\n"
+        "head = f'POST /{path}/chat/completions HTTP/1.1', 'Host: x', 'Content-Length: 99', '', '{'\n"
+        "s.sendall('\\r\\n'.join(head).encode())\n"
+        "ask(user('y'))",
+        "play ended before the answer to its request",
+    ),
+    "does not wait": (
+        "threading.Thread(target=ask, args=[user('x')], daemon=True).start(); time.sleep(0.1)",
+        "play (ended before the answer to its request|asked for nothing that trains)",
+    ),
+    "floods": (
+        "for _ in range(99): ask(user('x'))",
+        "play: BadRequestError .*at most --max_turns 10 requests.*",
+    ),
+    "sends much": ("ask(user('x' * (1 << 25)))", "play: .*"),
+}
+
+
+def test_bad_agents_fail_alone(play):
+    """And good ones beside them are answered."""
+    codes = [code for code, _ in BAD.values()]
+    ended, _ = play(*codes, "ask(user('x'))", agent_timeout=8.0)
+    *bad, good = ended
+    for (name, (_, error)), x in zip(BAD.items(), bad, strict=True):
+        assert x.stop_reason == "error" and np.isnan(x.reward), name
+        assert re.fullmatch(error, x.error), (name, x.error)
+    assert (good.stop_reason, good.reward) == ("done", 1.0)
+
+
+# ---- training ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def batch() -> Batch:
+    """Three responses; the second has three contexts, and observations."""
+    draw = np.random.default_rng(0)
+    samples = []
+    for starts, length in (((), 4), ((5, 9), 13), ((), 7)):
+        mask = draw.random(length) < 0.6
+        for start in starts:
+            mask[start] = False  # the first token of a prompt
+        outputs = {"response_mask": mask, "rollout_logprobs": np.zeros(length)}
+        row = {"query": draw.integers(3, 20, 3).tolist()}
+        response = draw.integers(3, 20, length).tolist()
+        samples.append(Sample(row, response, outputs, True, scores={}, starts=starts))
+    return Batch.from_samples(samples, CPU)
+
+
+@pytest.mark.parametrize("budget", [1, 10_000])
+@pytest.mark.parametrize("how", ["token", "step_token", "sequence", "sequence_sum", "constant"])
+def test_contexts_weigh_as_their_response(batch, how, budget):
+    """Against loops over the responses, the tokens of each of them and what stands before."""
+    model = random_model("qwen2").double()
+    policy = grpo.Policy(
+        model, types.SimpleNamespace(temperature=0.7, gradient_checkpointing=False, entropy_coef=0)
+    )
+    world = utils.World(0, 1, CPU)
+    args = types.SimpleNamespace(micro_batch_tokens=budget)
+    logprobs = forward_batch(policy, batch, "logprobs", args, world)
+    losses = torch.randn(
+        logprobs.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    )
+    by_response = []
+    for i, x in enumerate(batch.samples):
+        of_response = []
+        before = x.row["query"]
+        for t, token in enumerate(x.response.tolist()):
+            if t in x.starts:
+                before = []
+            if x.outputs["response_mask"][t]:
+                logits = model(torch.tensor([before])).logits[0, -1] / 0.7
+                expected = logits.log_softmax(-1)[token].item()
+                assert logprobs[i, t].item() == pytest.approx(expected, abs=1e-9)
+                of_response.append(losses[i, t].item())
+            before = [*before, token]
+        by_response.append(of_response)
+    flat = sum(by_response, [])
+    wanted = {
+        "token": sum(flat) / len(flat),
+        "step_token": sum(flat) / len(flat),
+        "sequence": sum(sum(x) / len(x) for x in by_response) / 3,
+        "sequence_sum": sum(flat) / 3,
+        "constant": sum(flat) / (3 * 20),
+    }[how]
+    mask = batch.response_mask
+    reduce = grpo.loss_reduction(how, mask, [0, 1, 2], [(0, [0, 1, 2])], 20)
+    batch.tokens["losses"] = losses
+    found = 0.0
+    count = 0
+    for (ids, read), micro, _ in batch.micro_batches([0, 1, 2], budget, world):
+        count += 1
+        assert read.sum() == micro["response_mask"].sum() and len(ids) >= len(micro["losses"])
+        found += reduce(micro["losses"], micro["response_mask"]).item()
+    assert found == pytest.approx(wanted, abs=1e-12) and count == (3 if budget == 1 else 1)
