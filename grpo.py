@@ -189,6 +189,12 @@ class Args(
         "--dual_clip requires a --loss that clips the ratio": lambda a: (
             not a.dual_clip or VARIANTS[a.loss].token_loss in ("ppo", "gspo")
         ),
+        "--dual_clip must be above 1, or 0 for none": lambda a: a.dual_clip == 0 or a.dual_clip > 1,
+        "--clip_low and --clip_high require a --loss that clips the ratio": lambda a: (
+            a.loss not in ("sapo", "reinforce") or (a.clip_low, a.clip_high) == (None, None)
+        ),
+        "--filter_groups refill requires --async_steps 0 or 1: how many prompts it takes says where those of later "
+        "steps begin": lambda a: a.filter_groups != "refill" or a.async_steps < 2,
     }
 
 

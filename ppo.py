@@ -198,6 +198,7 @@ class Args(
         "gsm8k": 'Let us think step by step and output the final answer after "####".',
     }
     RULES = {
+        "--dual_clip must be above 1, or 0 for none": lambda a: a.dual_clip == 0 or a.dual_clip > 1,
         "--critic_warmup_steps must be less than the steps of --total_episodes": lambda a: (
             a.critic_warmup_steps < a.total_episodes // (a.rollout_batch_size * a.group_size)
         ),
@@ -206,6 +207,14 @@ class Args(
         ),
         "--response_column requires a --ptx_dataset": lambda a: (
             a.ptx_dataset or not a.response_column
+        ),
+        "--filter_groups requires a --group_size of 2 or more": lambda a: (
+            a.filter_groups == "none" or a.group_size > 1
+        ),
+        "--filter_groups refill requires --async_steps 0 or 1: how many prompts it takes says where those of later "
+        "steps begin": lambda a: a.filter_groups != "refill" or a.async_steps < 2,
+        "--turn_rewards requires environment in --reward and no --reward_normalization": lambda a: (
+            not a.turn_rewards or "environment" in a.reward and not a.reward_normalization
         ),
     }
 

@@ -156,11 +156,17 @@ class Args(
         "gsm8k": 'Let us think step by step and output the final answer after "####".',
     }
     RULES = {
+        "--dual_clip must be above 1, or 0 for none": lambda a: a.dual_clip == 0 or a.dual_clip > 1,
         "--group_size must be 2 or more with this --advantage, which compares the responses to a prompt": lambda a: (
             a.group_size >= 2 or a.advantage in ("reinforce++", "remax")
         ),
         "--filter_groups requires another --advantage: this one learns from equal scores, too": lambda a: (
             a.filter_groups == "none" or a.advantage not in ("remax", "reinforce++")
+        ),
+        "--filter_groups refill requires --async_steps 0 or 1: how many prompts it takes says where those of later "
+        "steps begin": lambda a: a.filter_groups != "refill" or a.async_steps < 2,
+        "--turn_rewards requires environment in --reward and --advantage reinforce++": lambda a: (
+            not a.turn_rewards or "environment" in a.reward and a.advantage == "reinforce++"
         ),
     }
 

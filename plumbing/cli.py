@@ -325,10 +325,6 @@ class RolloutArgs(SamplingArgs):
         ),
         "--async_steps requires --vllm_tensor_parallel 1: ranks that share an engine would meet in it and in "
         "training at once": lambda a: a.vllm_tensor_parallel == 1 or not a.async_steps,
-        "--filter_groups refill requires --async_steps 0 or 1: how many prompts it takes says where those of later "
-        "steps begin": lambda a: (
-            getattr(a, "filter_groups", "none") != "refill" or a.async_steps < 2
-        ),
     }
     WARNINGS = {
         "--top_p, --repetition_penalty and --min_response_length bias the ratio: they change the distribution that is "
@@ -363,13 +359,6 @@ class ConversationArgs:
         ),
         "--agent takes the place of --tools and --environment": lambda a: (
             not a.agent or not (a.tools or a.environment)
-        ),
-        "--turn_rewards requires environment in --reward, no --reward_normalization and no other --advantage than "
-        "reinforce++": lambda a: (
-            not getattr(a, "turn_rewards", False)
-            or "environment" in a.reward
-            and not getattr(a, "reward_normalization", False)
-            and getattr(a, "advantage", "reinforce++") == "reinforce++"
         ),
         "--turn_stop requires --tools, an --environment or an --agent": lambda a: (
             a.tools or a.environment or a.agent or not a.turn_stop
@@ -440,10 +429,6 @@ class PolicyArgs(OptimizerArgs):
         "--overlong_buffer must be at most --max_response_length": lambda a: (
             a.overlong_buffer <= a.max_response_length
         ),
-        "--filter_groups requires a --group_size of 2 or more": lambda a: (
-            a.filter_groups == "none" or a.group_size > 1
-        ),
-        "--dual_clip must be above 1, or 0 for none": lambda a: a.dual_clip == 0 or a.dual_clip > 1,
         "--ref_refresh_every requires a reference with weights: --lora_rank 0 and a --kl_coef above 0": lambda a: (
             not a.ref_refresh_every or a.kl_coef and not a.lora_rank
         ),
@@ -452,10 +437,6 @@ class PolicyArgs(OptimizerArgs):
         ),
         "--kl_horizon must be over a fifth of a step's responses: --kl_coef would fall to 0 or below": lambda a: (
             not a.kl_target or 5 * a.kl_horizon > a.rollout_batch_size * a.group_size
-        ),
-        "--clip_low and --clip_high require a --loss that clips the ratio": lambda a: (
-            getattr(a, "loss", "") not in ("sapo", "reinforce")
-            or (a.clip_low, a.clip_high) == (None, None)
         ),
     }
     WARNINGS = {

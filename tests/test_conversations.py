@@ -104,17 +104,6 @@ CASES = json.loads(
     .replace("GAME", FILE)
     .replace("ADD", json.dumps(ADD)[1:-1])
 )
-LEFT_OUT = "Error: 8 further calls were not made: a turn may have 32"
-CASES["too many calls"] = [
-    {},
-    ALONE | {"max_response_length": 5000},
-    [ADD * 40, "x"],
-    f"{ADD * 40}{'3' * 32}{LEFT_OUT}x",
-    "done",
-    None,
-    33,
-    1,
-]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -179,14 +168,6 @@ def test_rewards_of_turns_stand_at_their_last_tokens():
     assert one.outputs["turn_rewards"] == pytest.approx(
         [next(earned) if end else 0.0 for end in ends]
     )
-
-
-def test_reset_is_tried_at_the_start(capsys):
-    """Not a reward is to blame for a column that the environment misses."""
-    conversations = conversations_of()
-    conversations.try_reset("row 1", {"prompt": "go"})
-    line = helpers.refused(capsys, conversations.try_reset, "row 1", {"question": "go"})
-    assert line.startswith(f"error: --environment {helpers.GAME}: row 1: reset: TypeError")
 
 
 def test_what_reset_adds_forges_no_turn():

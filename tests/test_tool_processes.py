@@ -87,15 +87,6 @@ class Game:
         """
         return eval(what)
 
-class Gym:
-    """As gymnasium has it."""
-
-    def reset(self, *, seed=None, options=None):
-        return f"start {seed}", {"info": 1}
-
-    def step(self, action):
-        return action[::-1], np.int64(1), False, np.bool_(action == "end"), {}
-
 class Asynchronous:
     async def reset(self, **row):
         import asyncio
@@ -226,7 +217,7 @@ def test_a_conversation_with_tools_and_an_environment(processes):
         ("{'a': [1, None, 'ä'], 'b': {1}}", '{"a": [1, null, "ä"], "b": "{1}"}'),
         ("__import__('numpy').arange(3)", "[0, 1, 2]"),
         ("os.write(1, b'{}') and print('to stdout')", ""),
-        ("'a' * (1 << 20)", "a" * 100_000 + "\n[cut, of 1048576 characters]"),
+        ("'a' * (1 << 20)", "a" * 100_000),
         ("1 / 0", "error: ZeroDivisionError: division by zero"),
         ("sys.exit(3)", "error: SystemExit: 3"),
         ("'child' if os.fork() == 0 else time.sleep(0.5) or 'parent'", "parent"),
@@ -294,7 +285,6 @@ ORDER = r"failure: step: TypeError.*: .* is not \(text or None, number, bool\)"
     [
         ({"reset": "None"}, "(None, np.float64(-1), np.True_)", ["", ["", -1.0, True]]),
         ({"reset": "'\\ud83d'"}, "('', True, 0)", ["?", ["", 1.0, False]]),
-        ({}, "('x', np.array(2), False, True, {})", [" go", ["x", 2.0, True]]),
         ({}, "(np.arange(2), 1, False)", [" go", ["[0, 1]", 1.0, False]]),
         ({}, "('x', False, 1.0)", [" go", ORDER]),
         ({"reset": "3"}, "", ["3"]),
@@ -329,11 +319,7 @@ def test_random_numbers_are_the_rows(processes):
     assert drawn(7) == drawn(7) != drawn(8)
 
 
-def test_other_forms_of_environments(files):
-    gym = ToolProcesses(*files((), "game.py:Gym"), 60.0)
-    found = converse(gym, ("step", "ab"), ("step", "end"), row={"seed": 3})
-    assert found == ["start 3", ["ba", 1.0, False], ["dne", 1.0, True]] and not gym.schemas
-
+def test_an_asynchronous_environment(files):
     asynchronous = ToolProcesses(*files((), "game.py:Asynchronous"), 60.0)
     added, (observation, reward, done) = converse(asynchronous, ("step", "x"), row={})
     # one event loop for all calls
@@ -423,7 +409,6 @@ def test_a_connection_that_closes_ends_what_a_tool_has_started(processes):
             "",
             "--tools .*no_hint: .*: Argument a is missing a type hint in .*no_hint",
         ),
-        (["tools.py:add"] * 2, "", "--tools, --environment: two of the tools .*"),
         (["broken.py:x"], "", r"--tools .*broken.py:2\): division by zero"),
         (["ends.py:x"], "", f"--tools .* {ENDED}"),
         (

@@ -149,7 +149,6 @@ TROUBLES = {  # what a step's metrics are, and what the warning begins and ends 
         "no response stops",
         "--max_response_length",
     ),
-    "falls": (lambda i: {"objective/scores": -float(i)}, "the score falls", "--learning_rate"),
     "cut off": (lambda i: {"reward/cut_off": 1.5}, "cut-off responses", "--penalty_reward_value"),
     "none": (lambda i: {"val/zero_std_fraction": math.nan, "reward/stopped": math.nan}, "", ""),
 }

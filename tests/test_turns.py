@@ -4,7 +4,6 @@ template puts between.
 The templates are short ones of the same form as those of the models that they are named after.
 """
 
-import copy
 import json
 import re
 import types
@@ -158,39 +157,6 @@ def test_thoughts_hold_no_calls(template, tokenizer_of):
     begun = "Would " if template == QWEN3_THINKING else "<think>\nWould "
     assert turns.calls(f"{begun}{call} do?\n</think>\n\n{call}") == [("add", {"a": 1})]
     assert turns.calls(f"{begun}{call} do?") == []
-
-
-def test_calls_are_read_by_the_tokenizers_own_response_template(tokenizer_of):
-    """Of a form that is none of ours."""
-    call = '\'\\n<tool_call>\\n{"name": "\' + call.function.name + \'", "arguments": \' }}'
-    template = QWEN25.replace(call, "'<call:' + call.function.name + '>' }}").replace(
-        "'}\\n</tool_call>'", "'</call>'"
-    )
-    tokenizer = copy.deepcopy(tokenizer_of(QWEN25))
-    tokenizer.chat_template = template
-    with pytest.raises(ValueError, match="in another form"):
-        turns_of(tokenizer)
-    tokenizer.response_template = {
-        "start_anchor": "<|im_start|>assistant",
-        "fields": {
-            "content": {},
-            "tool_calls": {
-                "open_pattern": r"<call:(?P<name>\w+)>",
-                "close": "</call>",
-                "repeats": True,
-                "content": "json",
-                "transform": {
-                    "type": "function",
-                    "function": {"name": "{name}", "arguments": "{content}"},
-                },
-            },
-        },
-    }
-    turns = turns_of(tokenizer)
-    text = 'Look: <call:add>{"a": 1}</call><call:search>{"query": "x"}</call>'
-    check_calls(turns.calls(text), [("add", {"a": 1}), ("search", {"query": "x"})])
-    check_calls(turns.calls("no call"), [])
-    check_calls(turns.calls("<call:add>{1}</call>"), "cannot be read")
 
 
 # ---- token ids between two turns -----------------------------------------------------------------
@@ -406,11 +372,9 @@ def test_prompts_show_the_tools(tokenizer_of, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"prompt": "What?"}) + "\n")
     args = types.SimpleNamespace(**test_data.ARGS | {"reward": ("format",)})
-    tried = []
-    with_tools = types.SimpleNamespace(schemas=[ADD], try_reset=lambda *row: tried.append(row))
+    with_tools = types.SimpleNamespace(schemas=[ADD])
     [([row], _)] = data.load_prompts(
         "--dataset", str(path), "train", tokenizer, args, lambda *_: "", with_tools
     )
     assert json.dumps(ADD) in row["prompt"] and row["query"] == tokenizer.encode(row["prompt"])
     assert row["messages"] == [{"role": "user", "content": "What?"}]
-    assert tried == [(f"the first row of --dataset {path}", {"prompt": "What?"})]

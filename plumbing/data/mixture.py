@@ -151,8 +151,6 @@ def load_prompts(
         fits = column(rows, "query") <= args.max_prompt_length
         rows = leave_out(where, rows, fits, why)
         parts.append((rows, weight))
-        if conversations:
-            conversations.try_reset(f"the first row of {where}", rows[0]["columns"])
     return parts
 
 

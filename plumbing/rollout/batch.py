@@ -7,7 +7,6 @@ add an entry.
 """
 
 import contextlib
-import itertools
 import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Callable, Iterator, Mapping, Sequence
@@ -63,7 +62,7 @@ class Sample:
         """
         mask = self.outputs.get("response_mask", np.ones(len(self.response)))
         parts = zip(np.split(self.response, self.starts), np.split(mask, self.starts))
-        queries = itertools.chain([self.row["query"]], itertools.repeat(()))
+        queries = [self.row["query"], *[()] * len(self.starts)]
         return [(query, *part) for query, part in zip(queries, parts)]
 
 

@@ -131,7 +131,6 @@ class RunLog:
             return
         # (steps,), NaN for None
         column = lambda name: np.array([row.get(name) for row in self.latest], dtype=float)
-        scores = column("objective/scores")
         alike = column("val/zero_std_fraction")
         stops = column("val/num_stop_token_ids")
         cut_off = column("reward/cut_off")
@@ -139,7 +138,6 @@ class RunLog:
         troubles = {
             "all responses to a prompt score alike: try another --temperature": alike == 1,
             "no response stops: try a higher --max_response_length": stops == 0,
-            "the score falls at every step: try a lower --learning_rate": np.diff(scores) < 0,
             "cut-off responses score best: try a lower --penalty_reward_value": cut_off > stopped,
         }
         for trouble, found in troubles.items():

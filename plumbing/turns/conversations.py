@@ -39,7 +39,6 @@ from plumbing.user_code import SECONDS_TO_LOAD
 from utils import ROOT, exit_on_error, fail, generator, warn
 
 SECONDS_TO_GIVE_UP = 1.0  # after --timeout, for what interrupts a call
-MOST_CALLS = 32  # of a turn
 STOP_REASONS = ("done", "max_turns", "length", "error")
 
 
@@ -68,11 +67,8 @@ class ToolProcesses:
         self.timeout = SECONDS_TO_LOAD
         names = " ".join(filter(None, [*tools, environment]))
         where = f"{'--tools' if tools else flag} {names}"
-        self.schemas = ask_once(where, ToolProcess(self, seed=0), "describe")
+        self.schemas = describe(where, ToolProcess(self, seed=0))
         self.timeout = timeout
-        names = [schema["function"]["name"] for schema in self.schemas]
-        if len(set(names)) < len(names):
-            fail(f"--tools, --environment: two of the tools {', '.join(names)} have the same name")
 
     def fork(self, connection: socket.socket, seed: int) -> None:
         """Fork a process that serves a connection from their parent, which starts if it does not
@@ -156,12 +152,12 @@ class ToolProcess:
         self.writer = self.pid = None
 
 
-def ask_once(flag: str, process: ToolProcess, method: str, *arguments):
-    """Return what a process answers to one request; exit with code 2 if that fails."""
+def describe(flag: str, process: ToolProcess) -> list[dict]:
+    """Return the schemas of the tools of a process; exit with code 2 if that fails."""
 
     async def ask():
         try:
-            return await process.ask(method, *arguments)
+            return await process.ask("describe")
         finally:
             process.kill()
 
@@ -202,11 +198,6 @@ class Conversation:
         sampled = {} if outputs is None else {"response_mask": [1.0] * len(tokens), **outputs}
         for name in self.outputs | sampled:
             self.outputs.setdefault(name, []).extend(sampled.get(name, [0.0] * len(tokens)))
-
-    @property
-    def tokens(self) -> list[int]:
-        """All tokens so far, those of the prompt included."""
-        return self.row["query"] + self.response
 
     @property
     def reward(self) -> float:
@@ -304,12 +295,6 @@ class Conversations:
         has_template = args.chat_template != "none"
         return Turns(self.tokenizer, self.stop_ids, schemas, followers, has_template)
 
-    def try_reset(self, where: str, columns: dict) -> None:
-        """Exit with code 2 if the environment cannot be reset with the columns of a row."""
-        if self.args.environment:
-            process = ToolProcess(self.processes, seed=0)
-            ask_once(f"--environment {self.args.environment}: {where}", process, "reset", columns)
-
     def sample(
         self,
         rows: list[Row],
@@ -397,7 +382,7 @@ class Conversations:
         if self.args.environment and (added := await conversation.process.ask("reset", columns)):
             conversation.row = self._prompt_with(conversation.row, added)
         while not conversation.stop_reason:
-            query = conversation.tokens
+            query = conversation.row["query"] + conversation.response
             length = self.args.max_response_length - len(conversation.response)
             turn = await sample_turn(conversation, query, length, self.args)
             if turn is None:
@@ -417,10 +402,6 @@ class Conversations:
         content, text, stopped = self.read(tokens, self.args.turn_stop)
         conversation.turns.append({"role": "assistant", "content": content})
         calls = self.turns.calls(text)
-        if (left_out := len(calls) - MOST_CALLS) > 0:
-            calls[MOST_CALLS:] = [
-                f"{left_out} further calls were not made: a turn may have {MOST_CALLS}"
-            ]
         messages = [await self._call(conversation, call) for call in calls]
         reward = 0.0
         done = False

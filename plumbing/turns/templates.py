@@ -82,12 +82,7 @@ class Turns:
         prompt = self._render([QUESTION], prompt=True) if self.has_template else ""
         if name not in prompt:
             raise ValueError(f"does not show tools; {other}")
-        if getattr(self.tokenizer, "response_template", None):
-            reader = functools.partial(
-                response_template_calls, self.tokenizer, prompt, self.schemas
-            )
-        else:
-            reader = functools.partial(hermes_calls, prompt)
+        reader = functools.partial(hermes_calls, prompt)
         function = {"name": name, "arguments": {"x": "1"}}
         tool_calls = [{"id": "call00000", "type": "function", "function": function}]
         text = self._render(
@@ -206,15 +201,3 @@ def hermes_calls(prompt: str, text: str) -> list[Call | str]:
         except (ValueError, RecursionError) as error:
             calls.append(f"the call is not valid JSON ({first_line(error)})")
     return calls
-
-
-def response_template_calls(
-    tokenizer, prompt: str, schemas: list[dict], text: str
-) -> list[Call | str]:
-    """Return the calls in the form that the tokenizer's response template describes."""
-    try:
-        message = tokenizer.parse_response(text, prefix=prompt, tools=schemas)
-    except Exception as error:
-        # The template names the functions that read its parts; they may raise any error.
-        return [f"the call cannot be read ({first_line(error)})"]
-    return [read_call(call.get("function")) for call in message.get("tool_calls") or []]

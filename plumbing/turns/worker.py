@@ -80,20 +80,12 @@ class Tools:
         return self.runner.run(result) if inspect.iscoroutine(result) else result
 
     def reset(self, row: dict) -> str:
-        """Return what the environment adds to the prompt. gymnasium's (observation, info) is read,
-        too.
-        """
-        result = self.finish(self.instance.reset(**accepted(self.instance.reset, row)))
-        return as_text(result[0] if isinstance(result, tuple) else result)
+        """Return what the environment adds to the prompt."""
+        return as_text(self.finish(self.instance.reset(**accepted(self.instance.reset, row))))
 
     def step(self, text: str) -> tuple[str, float, bool]:
-        """Return the environment's answer to a turn of the model: (observation, reward, done).
-
-        gymnasium's (observation, reward, terminated, truncated, info) is read, too.
-        """
+        """Return the environment's answer to a turn of the model: (observation, reward, done)."""
         result = self.finish(self.instance.step(text))
-        if isinstance(result, tuple) and len(result) == 5:
-            result = (*result[:2], result[2] or result[3])
         observation, reward, done = result
         if isinstance(done, float | str | dict | None):  # in another order
             raise TypeError(f"{str(result)[:80]!r} is not (text or None, number, bool)")
@@ -106,18 +98,13 @@ class Tools:
 
 
 def as_text(value) -> str:
-    """Return a value as text of at most LONGEST_TEXT characters: "" for None, JSON for anything but
-    text.
+    """Return the first LONGEST_TEXT characters of a value as text: "" for None, JSON for anything
+    but text.
     """
     if not isinstance(value, str | None):
         plain = lambda x: x.tolist() if hasattr(x, "tolist") else str(x)  # arrays and other objects
         value = json.dumps(value, ensure_ascii=False, default=plain)
-    text = value or ""
-    return (
-        text
-        if len(text) <= LONGEST_TEXT
-        else f"{text[:LONGEST_TEXT]}\n[cut, of {len(text)} characters]"
-    )
+    return (value or "")[:LONGEST_TEXT]
 
 
 # ---- the process ---------------------------------------------------------------------------------
