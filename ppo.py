@@ -213,8 +213,8 @@ class Args(
         ),
         "--filter_groups refill requires --async_steps 0 or 1: how many prompts it takes says where those of later "
         "steps begin": lambda a: a.filter_groups != "refill" or a.async_steps < 2,
-        "--turn_rewards requires environment in --reward and no --reward_normalization": lambda a: (
-            not a.turn_rewards or "environment" in a.reward and not a.reward_normalization
+        "--turn_rewards requires episode in --reward and no --reward_normalization": lambda a: (
+            not a.turn_rewards or "episode" in a.reward and not a.reward_normalization
         ),
     }
 

@@ -239,7 +239,7 @@ class ScoringArgs:
     reward: Annotated[tuple[str, ...], Field(min_length=1)] = ("math",)
     """Reward sources: math (parsed and compared), gsm8k (strict ####), exact, format
     (think/answer), code (runs Python against the row's tests), ifeval, reasoning_gym, environment
-    (the sum of what --environment gives), path/to/file.py:function, a reward model's folder or hub
+    (what --environment or --agent gives), path/to/file.py:function, a reward model's folder or hub
     name, or a reward server's http:// address. A response counts as correct if the first source
     that tells right from wrong gives it 1 or more."""
     timeout: Seconds = 30.0
@@ -341,10 +341,10 @@ class ConversationArgs:
     docstring."""
     environment: FileMember = ""
     """Class that answers the model's turns, as path/to/environment.py:Class, with an instance for
-    each response; the sum of its rewards is the source environment of --reward."""
+    each response; the sum of its rewards is the source episode of --reward."""
     agent: FileMember = ""
     """Function play(base_url, **row) that asks the model by OpenAI's API, as path/to/agent.py:play;
-    what it returns is the source environment of --reward."""
+    what it returns is the source episode of --reward."""
     agent_timeout: Seconds = 600.0
     """Seconds after which a call of the agent is killed; the response is left out."""
     max_turns: PositiveInt = 10
@@ -354,8 +354,8 @@ class ConversationArgs:
     after a call."""
 
     RULES = {
-        "--reward environment requires an --environment or --agent": lambda a: (
-            a.environment or a.agent or "environment" not in a.reward
+        "--reward episode requires an --environment or --agent": lambda a: (
+            a.environment or a.agent or "episode" not in a.reward
         ),
         "--agent takes the place of --tools and --environment": lambda a: (
             not a.agent or not (a.tools or a.environment)
@@ -369,8 +369,8 @@ class ConversationArgs:
         ),
     }
     WARNINGS = {
-        "--environment and --agent: their rewards do not count without environment in --reward": lambda a: (
-            not (a.environment or a.agent) or "environment" in a.reward
+        "--environment and --agent: their rewards do not count without episode in --reward": lambda a: (
+            not (a.environment or a.agent) or "episode" in a.reward
         )
     }
 

@@ -33,7 +33,7 @@ agent | environment | environment-grpo | environment-rloo | environment-ppo)
     player=(--environment assets/guess/game.py:GuessTheNumber)
     [ "$demo" = agent ] && player=(--agent assets/guess/agent.py:play --rollout_backend vllm)
     task=(--model assets/guess --dataset assets/guess/train.jsonl --eval_dataset assets/guess/test.jsonl
-        "${player[@]}" --reward environment
+        "${player[@]}" --reward episode
         --max_response_length 64
         --total_episodes 15360 --mini_batch_size 128 --learning_rate 6e-4 --lr_schedule linear)
     ;;

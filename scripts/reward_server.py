@@ -53,9 +53,7 @@ class Args(RewardArgs):
     by rounding only."""
 
     RULES = {
-        "--reward environment requires the conversations of a run": lambda a: (
-            "environment" not in a.reward
-        )
+        "--reward episode requires the conversations of a run": lambda a: "episode" not in a.reward
     }
 
 

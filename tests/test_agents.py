@@ -79,7 +79,7 @@ def play(tokenizer_of, tmp_path_factory):
     def play(*codes: str, says=("ok",), **flags) -> tuple[list[Conversation], Engine]:
         key = str(flags)
         if key not in made:
-            args = grpo.Args(agent=f"{path}:play", reward=("environment",), **flags)
+            args = grpo.Args(agent=f"{path}:play", reward=("episode",), **flags)
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(agents, "positions_of", lambda _: 600)
                 stop = tokenizer.convert_tokens_to_ids("<|im_end|>")

@@ -22,7 +22,7 @@ import ppo
 import rloo
 import utils
 from plumbing.models.loading import load_model
-from plumbing.rewards.sources import EnvironmentSource, RewardSources
+from plumbing.rewards.sources import EpisodeSource, RewardSources
 from plumbing.rollout.batch import Sampler, forward_batch
 from plumbing.rollout.vllm_engine import VllmSampling
 from plumbing.run import evaluation
@@ -49,7 +49,7 @@ SHORT = tuple("0123456789abcdefghijklm")
 def args_of(script=grpo, **changes):
     flags = {
         "environment": helpers.GAME,
-        "reward": ("environment",),
+        "reward": ("episode",),
         "max_response_length": 200,
         "timeout": 60.0,
         **changes,
@@ -235,10 +235,10 @@ def test_interruption():
 class EnvironmentRewards(RewardSources):
     lock = contextlib.nullcontext()
     models = {}
-    verifiers = ("environment",)
+    verifiers = ("episode",)
 
     def __init__(self):
-        self.sources = {"environment": EnvironmentSource("environment", 1.0, None)}
+        self.sources = {"episode": EpisodeSource("episode", 1.0, None)}
 
 
 def sampler_of(model, rewards, conversations, args) -> Sampler:
@@ -339,9 +339,9 @@ def test_failed_environments_are_left_out(batch, script, monkeypatch):
     )
     monkeypatch.setattr(Conversations, "sample", lambda self, *given: end_all(*given))
     scored = EnvironmentRewards()
-    scored.sources["model"] = scored.sources.pop("environment")
+    scored.sources["model"] = scored.sources.pop("episode")
     scored.verifiers = ()
-    monkeypatch.setattr(EnvironmentSource, "score", lambda *_: [2.0, 3.0, 3.0, 3.0])
+    monkeypatch.setattr(EpisodeSource, "score", lambda *_: [2.0, 3.0, 3.0, 3.0])
     args = args_of(
         script, reward=("model",), rollout_batch_size=1, group_size=4, filter_groups="none"
     )
@@ -373,10 +373,10 @@ def test_remax_has_its_baseline_at_the_same_prompt(batch, monkeypatch):
 
 
 def test_rewards_that_are_not_finite_are_no_scores():
-    reward_sources = RewardSources(grpo.Args(reward=("environment",)), make_tokenizer())
-    rows = [{"environment": x} for x in (math.inf, math.nan, -1.0)]
+    reward_sources = RewardSources(grpo.Args(reward=("episode",)), make_tokenizer())
+    rows = [{"episode": x} for x in (math.inf, math.nan, -1.0)]
     scores = scores_by(reward_sources, rows, [""] * 3, [[]] * 3)
-    assert scores["environment"] == pytest.approx([math.nan, math.nan, -1.0], nan_ok=True)
+    assert scores["episode"] == pytest.approx([math.nan, math.nan, -1.0], nan_ok=True)
 
 
 def test_a_string_ends_a_turn(load, tokenizer):
@@ -407,7 +407,7 @@ def test_rewards_of_turns_reach_the_advantages(script, tmp_path, monkeypatch):
     }
     values |= {
         "environment": helpers.GAME,
-        "reward": "environment",
+        "reward": "episode",
         "max_response_length": 40,
         "total_episodes": 8,
     }
@@ -437,7 +437,7 @@ def test_sampler_and_trainer_agree_and_two_ranks_are_one(tmp_path):
     }
     values |= {
         "environment": helpers.GAME,
-        "reward": "environment",
+        "reward": "episode",
         "max_response_length": 40,
         "total_episodes": 16,
     }

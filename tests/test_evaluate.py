@@ -257,12 +257,12 @@ def test_conversations(tmp_path):
     }
     flags |= {
         "environment": f"{helpers.ROOT / 'assets/guess/game.py'}:GuessTheNumber",
-        "reward": "environment",
+        "reward": "episode",
     }
     results, samples = measure(tmp_path, **flags, num_prompts=6, samples=4, max_response_length=64)
     for s in samples:
         guesses = [turn["content"] for turn in s["turns"] if turn["role"] == "assistant"]
-        assert s["stop_reason"] == "done" and s["correct"] == s["environment"]
+        assert s["stop_reason"] == "done" and s["correct"] == s["episode"]
         # and the stops
         assert len("".join(guesses)) <= s["tokens"] <= len("".join(guesses)) + len(guesses)
         assert s["extracted"] == guesses[-1]
@@ -278,7 +278,7 @@ def test_bad_input_exits_with_one_line(tmp_path, capsys):
     line = helpers.refused(capsys, measure, tmp_path, model=model)
     assert (
         line.startswith(f"error: --model {model}: ")
-        and "the decode loop; use --backend vllm: " in line
+        and "the decode loop; use --backend vllm" in line
     )
     assert not list(tmp_path.glob("run*"))
     (tmp_path / "run").mkdir()

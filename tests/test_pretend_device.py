@@ -24,7 +24,7 @@ SMALL = dict(
     eval_every=0,
     save_every=0,
 )
-GAME = dict(environment=helpers.GAME, reward="environment")
+GAME = dict(environment=helpers.GAME, reward="episode")
 MISSING = "uniforms = None if uniforms is None else uniforms.to(device)"
 
 

@@ -409,10 +409,10 @@ def test_which_policy_made_which_token(base, tmp_path, monkeypatch, script, asyn
         base, tmp_path, **{**ASYNC, "async_steps": async_steps}, learning_rate=1e-2, temperature=0.8
     )
     if script == "ppo":
-        values |= {"environment": helpers.GAME, "reward": "environment"}
+        values |= {"environment": helpers.GAME, "reward": "episode"}
     if script == "rloo":
         player = helpers.ROOT / "tests" / "support" / "player.py"
-        values |= {"agent": f"{player}:play", "reward": "environment"}
+        values |= {"agent": f"{player}:play", "reward": "episode"}
     if script == "distill":
         values = {name: x for name, x in values.items() if hasattr(module.Args, name)}
         values |= {"teacher": untied(base), "passes": 10 / len(helpers.ROWS), "learning_rate": 1e-2}

@@ -260,7 +260,7 @@ def test_a_run(running, tmp_path, async_steps, ranks):
     if ranks == 2:
         values |= {
             "environment": helpers.GAME,
-            "reward": "environment",
+            "reward": "episode",
             "max_response_length": 20,
             "shard": "fsdp",
         }

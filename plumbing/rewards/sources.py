@@ -66,10 +66,10 @@ def reward_weights(args) -> tuple[float, ...]:
 
 
 def kind_of(name: str) -> str:
-    """Return what a source of --reward is: "environment", "verifier", "server", "function" or
+    """Return what a source of --reward is: "episode", "verifier", "server", "function" or
     "model".
     """
-    if name == "environment":
+    if name == "episode":
         return name
     if name in VERIFIERS:
         return "verifier"
@@ -394,11 +394,11 @@ class FunctionSource(Source):
         return results or [None] * len(samples)
 
 
-class EnvironmentSource(Source):
-    """The sum of --environment's rewards, which the conversations bring along."""
+class EpisodeSource(Source):
+    """What --environment or --agent gives an episode, which the conversations bring along."""
 
     def score(self, samples):
-        return [sample.row["environment"] for sample in samples]
+        return [sample.row["episode"] for sample in samples]
 
 
 class ServerSource(Source):
@@ -485,7 +485,7 @@ def answer_text(answer) -> str:
 
 
 SOURCES: dict[str, type[Source]] = {
-    "environment": EnvironmentSource,
+    "episode": EpisodeSource,
     "verifier": VerifierSource,
     "server": ServerSource,
     "function": FunctionSource,

@@ -357,10 +357,10 @@ class Conversations:
     def _finish(self, conversation: Conversation) -> None:
         """Add what the script and the reward sources read of a conversation that has ended."""
         if getattr(self.args, "turn_rewards", False):  # parts of the score
-            weight = dict(zip(self.args.reward, reward_weights(self.args)))["environment"]
+            weight = dict(zip(self.args.reward, reward_weights(self.args)))["episode"]
             earned = [conversation.rewards.get(t, 0.0) for t in range(len(conversation.response))]
             conversation.outputs["turn_rewards"] = [weight * reward for reward in earned]
-        read = {"turns": conversation.turns, "environment": conversation.reward}
+        read = {"turns": conversation.turns, "episode": conversation.reward}
         conversation.row = {**conversation.row, **read}
 
     def leave_out_failed(self, samples: list) -> None:

@@ -43,7 +43,7 @@ RUNNING = {
 LOADING = {"checkpoints.load_checkpoint": 1, "checkpoints.load_optimizer": 1}  # a checkpoint
 OF_RANK_0 = {"resume.find_origin", "resume.open_folder", "os.rename", "log.append"}
 SAMPLING = {"grpo.generate": 4, "sources.Scoring.finish": 4, "grpo.forward_batch": 3}
-GAME = {"environment": helpers.GAME, "reward": "environment", "max_response_length": 30}
+GAME = {"environment": helpers.GAME, "reward": "episode", "max_response_length": 30}
 RANKS = {"micro_batch_tokens": 200, "num_epochs": 1}
 # Script, ranks, flags, what instants come after besides RUNNING, and the signals of CI. (One rank:
 # test_run.py.)

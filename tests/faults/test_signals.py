@@ -70,7 +70,7 @@ def wait_for(path: Path, alive) -> None:
     raise AssertionError(f"no {path.name} after two minutes")
 
 
-CONVERSATION = {"reward": "environment", "max_response_length": 20}
+CONVERSATION = {"reward": "episode", "max_response_length": 20}
 WAITS = {  # flags; whether all processes of the run get the signal, as from Slurm; the signal
     "reward function": ({"reward": "slow.py:score"}, True, "SIGTERM"),
     "evaluation": ({"reward": "slow.py:score", "eval_every": 1}, False, "SIGINT"),
