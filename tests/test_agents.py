@@ -189,7 +189,9 @@ assert client.models.list().data[0].id
 for options, words in (
     ({"n": 2}, "n 2"), ({"logprobs": True}, "logprobs"), ({"tool_choice": "required"}, "tool_choice"),
     ({"top_p": 0.5}, "top_p"), ({"extra_body": {"min_p": 1}}, "min_p"), ({"max_tokens": "x"}, "TypeError"),
-    ({"messages": []}, ""), ({"messages": [{}]}, "role"), ({"messages": [user("x" * 700)]}, "of 600"),
+    ({"max_tokens": 0}, "1 or more"), ({"temperature": -1}, "0 or more"), ({"stop": ["k", ""]}, "empty"),
+    ({"stop": [5]}, "TypeError"), ({"messages": []}, ""), ({"messages": [{}]}, "role"),
+    ({"messages": [user("x" * 700)]}, "of 600"),
 ):
     try:
         client.chat.completions.create(**{"model": "m", "messages": [user("x")], **options})
@@ -210,6 +212,9 @@ def test_what_the_api_offers(play):
     assert [request["length"] for request in asked][1] == 1
     trained = sorted(len(ids) for _, ids in contexts_of(one))
     assert trained == [0, 1, 3, 3]
+    assert {name: len(x) for name, x in one.outputs.items()} == dict.fromkeys(
+        ("rollout_logprobs", "response_mask", "further"), len(one.response)
+    )
 
 
 BAD = {

@@ -39,10 +39,10 @@ class Turn:
     """An answer of the policy; without tokens while a request waits for it."""
 
     messages: list[dict] = field(default_factory=list)  # of the request, and the answer
-    tools: str = ""  # of the request, JSON
+    tools: str = ""  # of the request, JSON; "" while it waits
     prompt: list[int] = field(default_factory=list)  # all tokens before it
     tokens: list[int] = field(default_factory=list)
-    outputs: dict[str, list] = field(default_factory=dict)  # of its tokens, by name
+    outputs: dict[str, list] | None = None  # of its tokens, by name; None: they do not train
 
 
 class Agents(Conversations):
@@ -69,12 +69,12 @@ class Agents(Conversations):
             except Exception as error:  # of any type: a template may raise it
                 turns.remove(turn)
                 reason = f"{type(error).__name__}: {first_line(error)}"
-                refusal = {"error": {"message": reason, "type": "invalid_request_error"}}
-                return web.json_response(refusal, status=400)
+                return web.json_response({"error": {"message": reason}}, status=400)
 
         async def models(_) -> web.Response:
-            model = {"id": self.args.model, "object": "model"}
-            return web.json_response({"object": "list", "data": [model]})
+            return web.json_response(
+                {"object": "list", "data": [{"id": self.args.model, "object": "model"}]}
+            )
 
         sample = functools.partial(sample_turn, conversation)
         path = f"/{secrets.token_urlsafe(16)}/v1"
@@ -119,12 +119,16 @@ class Agents(Conversations):
         tools = json.dumps(asked.get("tools", []))
         prompt = self._prompt(messages, tools, turns)
         room = min(args.max_response_length, self.longest - len(prompt))
-        if not prompt or room < 1:
-            raise ValueError(f"{len(prompt)} tokens, of {self.longest} with the answer")
-        length = min(room, asked.get("max_completion_tokens", asked.get("max_tokens", room)))
+        length = int(min(room, asked.get("max_completion_tokens", asked.get("max_tokens", room))))
         args.temperature = min(args.temperature, asked.get("temperature", args.temperature))
         stops = asked.get("stop", [])
         stops = [stops] if isinstance(stops, str) else stops
+        # The engine would fail, and the run.
+        if not prompt or length < 1 or args.temperature < 0 or not all(map(str.encode, stops)):
+            raise ValueError(
+                f"the prompt has {len(prompt)} tokens, of {self.longest} with the answer; "
+                "max_tokens has to be 1 or more, temperature 0 or more, and stop without empty texts"
+            )
         args.turn_stop = (*args.turn_stop, *stops)
         repetition = sum(other.prompt == prompt for other in turns)
         turn.prompt = prompt
@@ -133,7 +137,7 @@ class Agents(Conversations):
             await asyncio.Future()  # the conversation is cancelled
         tokens, outputs = sampled
         if args.temperature < self.args.temperature:  # of another policy than the one that trains
-            outputs = {**outputs, "response_mask": [0.0] * len(tokens)}
+            outputs = None
         content, text, ended = self.read(tokens, args.turn_stop)
         for stop in stops:
             content = content.partition(stop)[0]
@@ -159,7 +163,7 @@ class Agents(Conversations):
         template = self.template(tools)
         for turn in sorted(turns, key=lambda turn: -len(turn.messages)):
             count = len(turn.messages)
-            if turn.tokens and (turn.tools, turn.messages) == (tools, messages[:count]):
+            if (turn.tools, turn.messages) == (tools, messages[:count]):
                 following = template.observation_ids(messages[count:], turn.tokens[-1])
                 return turn.prompt + turn.tokens + following
         return template.encode(template.prompt(messages), special=not template.has_template)

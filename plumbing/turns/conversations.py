@@ -191,13 +191,15 @@ class Conversation:
     process: ToolProcess | None = None  # of its tools and its environment, until it ends
 
     def add(self, tokens: list[int], outputs: dict[str, list] | None = None) -> None:
-        """Add the tokens of a turn and what was stored of them, by name; or of an observation, with
-        zeros.
+        """Add the tokens of a turn and what was stored of them, by name; or of an observation or a
+        turn that does not train, with zeros.
         """
-        self.response += tokens
         sampled = {} if outputs is None else {"response_mask": [1.0] * len(tokens), **outputs}
         for name in self.outputs | sampled:
-            self.outputs.setdefault(name, []).extend(sampled.get(name, [0.0] * len(tokens)))
+            self.outputs.setdefault(name, [0.0] * len(self.response)).extend(
+                sampled.get(name, [0.0] * len(tokens))
+            )
+        self.response += tokens
 
     @property
     def reward(self) -> float:
