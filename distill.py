@@ -84,8 +84,8 @@ class Args(
     rollout_batch_size: PositiveInt = 128
     """Prompts per step, over all ranks."""
     mini_batch_size: NonNegativeInt = 0
-    """Most responses of an optimizer update, over all ranks: a step's are cut into equal parts. 0:
-    the whole step."""
+    """Maximum number of responses in an optimizer update, over all ranks; those of a step are cut
+    into equal parts. 0: the whole step."""
     num_epochs: PositiveInt = 1
     """Passes over one rollout."""
     max_response_length: PositiveInt = 1024
@@ -118,7 +118,7 @@ class Args(
     """Divides the logits of the teacher; default: --temperature."""
     reward_weights = ()  # not a flag: nothing trains on scores
 
-    RULES = {
+    RULES = {  # message: condition that the args must meet
         "--on_policy_share above 0 requires a --teacher; 0 is supervised fine-tuning": lambda a: (
             a.teacher or not a.on_policy_share
         ),
@@ -339,7 +339,7 @@ def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) ->
     else the row's.
 
     Args:
-        state: as the rollout before left it: the "position" of the next prompt.
+        state: what the rollout before left (`Experience.state`): the "position" of the next prompt.
     Returns:
         The Experience; None if the run is interrupted.
     """
@@ -412,7 +412,7 @@ def main(args: Args) -> None:
         )
     reward_sources.load_models(args, precision, sharding)
     optimizer = utils.Optimizer(policy, args, total_steps, updates_per_step)
-    # What samples, `generate` or the engine of --rollout_backend, and what scores.
+    # It samples, by `generate` or the engine of --rollout_backend, and scores.
     sampler = engines.load_sampler(
         run,
         precision,
@@ -433,7 +433,7 @@ def main(args: Args) -> None:
         optimizers={"": optimizer},
         engine=sampler.engine,
     )
-    run.check_rows(prompts, eval_prompts)
+    run.check_rows(prompts, eval_prompts)  # warns if a resumed run reads other rows
     rollouts = engines.Rollouts(run, sampler, prompts, collect)
 
     for step in run.steps(evaluate if eval_prompts else None):
@@ -451,7 +451,7 @@ def main(args: Args) -> None:
         updates = utils.mini_batches(
             trained, args.mini_batch_size, args.num_epochs, (args.seed, step)
         )
-        optimizer.align_schedule(len(updates))
+        optimizer.align_schedule(len(updates))  # fewer where responses were left out
         for number, (_, mini) in enumerate(updates):
             token_count = mask[mini].sum().item()
             for inputs, micro, last in batch.micro_batches(mini, args.micro_batch_tokens, world):

@@ -90,8 +90,8 @@ class Args(
     group_size: PositiveInt = 1
     """Responses per prompt (G)."""
     mini_batch_size: NonNegativeInt = 128
-    """Most responses of an optimizer update, over all ranks: a step's are cut into equal parts. 0:
-    the whole step."""
+    """Maximum number of responses in an optimizer update, over all ranks; those of a step are cut
+    into equal parts. 0: the whole step."""
     num_epochs: PositiveInt = 1
     """Passes over one rollout."""
     max_response_length: PositiveInt = 1024
@@ -118,7 +118,8 @@ class Args(
     critic_num_epochs: NonNegativeInt = 0
     """Passes of the critic over one rollout; 0: --num_epochs."""
     critic_mini_batch_size: NonNegativeInt = 0
-    """Most responses of an update of the critic, over all ranks; 0: --mini_batch_size."""
+    """Maximum number of responses in an update of the critic, over all ranks; 0:
+    --mini_batch_size."""
     critic_warmup_steps: NonNegativeInt = 0
     """First steps, in which the critic trains and the policy does not (value pretraining,
     arXiv:2503.01491); what the policy's updates log is null there."""
@@ -136,9 +137,9 @@ class Args(
     whiten_advantages: bool = True
     """Whiten the advantages over all response tokens of the step."""
     pf_ppo: Literal["none", "pow", "max_min", "max_random"] = "none"
-    """PF-PPO: draw the responses to train on anew, by |score| (pow), from the best and the worst,
-    or half of them from the best; among the responses to a prompt or, with --group_size 1, of the
-    step."""
+    """PF-PPO: resample the responses to train on, weighted by |score| (pow), from the best and the
+    worst alike (max_min), or half of them from the best (max_random); among the responses to a
+    prompt or, with --group_size 1, of the step."""
     loss_aggregation: Literal["token", "step_token", "sequence", "sequence_sum", "constant"] = (
         "token"
     )
@@ -197,7 +198,7 @@ class Args(
         "math": "Please reason step by step, and put your final answer within \\boxed{}.",
         "gsm8k": 'Let us think step by step and output the final answer after "####".',
     }
-    RULES = {
+    RULES = {  # message: condition that the args must meet
         "--dual_clip must be above 1, or 0 for none": lambda a: a.dual_clip == 0 or a.dual_clip > 1,
         "--critic_warmup_steps must be less than the steps of --total_episodes": lambda a: (
             a.critic_warmup_steps < a.total_episodes // (a.rollout_batch_size * a.group_size)
@@ -211,8 +212,8 @@ class Args(
         "--filter_groups requires a --group_size of 2 or more": lambda a: (
             a.filter_groups == "none" or a.group_size > 1
         ),
-        "--filter_groups refill requires --async_steps 0 or 1: how many prompts it takes says where those of later "
-        "steps begin": lambda a: a.filter_groups != "refill" or a.async_steps < 2,
+        "--filter_groups refill requires --async_steps 0 or 1: at which prompt the next step begins is known only once "
+        "a step has sampled": lambda a: a.filter_groups != "refill" or a.async_steps < 2,
         "--turn_rewards requires episode in --reward and no --reward_normalization": lambda a: (
             not a.turn_rewards or "episode" in a.reward and not a.reward_normalization
         ),
@@ -241,9 +242,9 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
 
     d = logprobs - ref_logprobs; k1 = d, abs = |d|, k2 = d^2 / 2, k3 = exp(-d) + d - 1 with d
     clamped at -20, for the exponent. (verl and OpenRLHF clamp the value of k3, too: at 10 its
-    gradient is 0 for d < -2.6, where the policy has run away furthest.) As a loss on policy, the
-    gradient of k1 has zero mean, that of k2 is the gradient of the reverse KL, and that of k3,
-    which DeepSeekMath has, is the gradient of the forward KL.
+    gradient is 0 for d < -2.6, where the policy has run away furthest.) As a loss, on policy, k1
+    has a gradient of mean zero, k2 the gradient of the reverse KL, and k3, which DeepSeekMath has,
+    that of the forward KL.
     Source: J. Schulman, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html.
     """
     d = logprobs - ref_logprobs
@@ -253,7 +254,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
         return d.abs()
     if estimator == "k2":
         return d.square() / 2
-    # Clamped in the exponent alone, d would still have a gradient of 1 below -20, and fall further.
+    # Both d are clamped: below -20 the gradient of the second, 1, would push d further down.
     d = d.clamp(min=-20)
     return torch.exp(-d) + d - 1
 
@@ -276,8 +277,7 @@ def clipped_loss(
     arXiv:1912.09729, eq. 5.
 
     Args:
-        log_ratio: (N, T), of the policy to the one that sampled, its exponent clamped to +-20.
-            advantages: (N, T).
+        log_ratio: (N, T), log pi - log pi_old, clamped here to +-20. advantages: (N, T).
     Returns:
         Loss (N, T), and where clipping took the gradient (N, T) bool.
     """
@@ -309,8 +309,8 @@ def token_rewards(
     kl_coef: float,
     turn_rewards: Tensor | None = None,
 ) -> Tensor:
-    """Return the reward of each token: r_t = u_t - beta * KL_t, at the last token + score - sum_t
-    u_t, too.
+    """Return the reward of each token: r_t = u_t - beta * KL_t; the last token also gets score -
+    sum_t u_t.
 
     Without --turn_rewards, u = 0 and the score stands at the last token (arXiv:1909.08593, eq. 2).
     With them, u_t is what a turn earned of the score, at the turn's last token (MT-PPO,
@@ -322,9 +322,9 @@ def token_rewards(
     Returns:
         (N, T), 0 outside of the mask.
     """
-    last = mask & (mask.cumsum(1) == mask.sum(1, keepdim=True))  # a mask of turns has holes
-    earlier = torch.zeros_like(mask, dtype=scores.dtype) if turn_rewards is None else turn_rewards
-    rewards = earlier + torch.where(last, (scores - earlier.sum(1))[:, None], 0.0)
+    last = mask & (mask.cumsum(1) == mask.sum(1, keepdim=True))  # a conversation's mask has holes
+    u = torch.zeros_like(mask, dtype=scores.dtype) if turn_rewards is None else turn_rewards
+    rewards = u + torch.where(last, (scores - u.sum(1))[:, None], 0.0)
     return rewards if kl is None else torch.where(mask, rewards - kl_coef * kl, 0.0)
 
 
@@ -376,7 +376,7 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
     """
     error = (returns - values)[mask].double()
     target = returns[mask].double()
-    # By more than float32 rounds.
+    # A difference of float32's rounding does not count.
     differ = len(target) > 1 and target.var() > 1e-10 * target.square().mean()
     return (1 - error.var() / target.var()).item() if differ else math.nan
 
@@ -410,8 +410,8 @@ def filter_weights(grouped: Tensor, kind: str) -> Tensor:
 
 
 def resample(weights: Tensor, generator) -> list[int]:
-    """Draw from each row of weights (P, G) as many of its entries as it has, with replacement: P *
-    G flat indices.
+    """Draw from each row of weights (P, G) as many of its entries as it has, with replacement, by
+    NumPy's generator: P * G flat indices.
     """
     size = weights.shape[1]
     rows = enumerate(weights.tolist())
@@ -468,10 +468,11 @@ def loss_reduction(
 
     Args:
         how: as in `aggregate`. mask: (N, T) bool, of all responses of the step.
-        mini: the responses of the optimizer batch. updates: (epoch, responses) of each of the step.
+        mini: the responses of this optimizer batch. updates: (epoch, responses) of every optimizer
+            batch of the step.
     """
-    # "step_token" divides by the mean over the updates: then the mean of their losses is the mean
-    # over the step's tokens.
+    # "step_token" divides by the mean number of tokens per update: then the mean of the updates'
+    # losses is the mean over the step's tokens.
     counted = [rows for _, rows in updates] if how == "step_token" else [mini]
     tokens = sum(mask[rows].sum().item() for rows in counted) / len(counted)
     return functools.partial(
@@ -564,6 +565,11 @@ class Policy(nn.Module):
         return loading.adjusted_logits(logits, self.model.config.get_text_config())
 
 
+# --------------------------------------------------------------------------------------------------
+# The critic, and the supervised loss of PPO-ptx
+# --------------------------------------------------------------------------------------------------
+
+
 class Critic(nn.Module):
     """The value of every response token: the return to expect when the tokens before it are
     known.
@@ -574,8 +580,8 @@ class Critic(nn.Module):
         self.scalar = scalar
 
     def forward(self, input_ids: Tensor, response_mask: Tensor) -> dict[str, Tensor]:
-        """Return "values" (tokens,), each read one position before its token, the set entries of
-        the mask row by row.
+        """Return "values" (tokens,): of the set entries of the mask, row by row, each read at the
+        position before.
 
         Args:
             input_ids: (N, L), padded on the right. response_mask: (N, L) bool, set on response
@@ -588,7 +594,7 @@ def load_critic(args: Args, checkpoint: str | None, dtype: torch.dtype, device) 
     """Load the critic of --value_model, or of a checkpoint folder; a language model gets a head of
     zeros.
     """
-    # With LoRA it starts as it did; `Run.start` loads the adapter of the checkpoint.
+    # With LoRA the base is loaded as in a new run; `Run.start` loads the checkpoint's adapter.
     saved = os.path.join(checkpoint, "critic") if checkpoint and not args.lora_rank else None
     name = saved or args.value_model or args.model
     scalar, new_head = loading.load_scalar_model("--value_model", name, dtype, device)
@@ -615,12 +621,12 @@ def update_critic(
     step: int,
     world: utils.World,
 ) -> utils.Sums:
-    """Train the critic on the responses drawn; return the sums of the value loss and the tokens
-    that were clipped.
+    """Train the critic on the responses `drawn`, those with a score or what --pf_ppo made of them;
+    return the sums of the value loss and the tokens that were clipped.
     """
-    sums = utils.Sums(world)  # for the log; given a mask first, over the tokens where it is set
+    sums = utils.Sums(world)  # for the log; add(m, ...) sums where m is set
     updates = utils.mini_batches(drawn, *critic_size_and_epochs(args), (args.seed, step))
-    optimizer.align_schedule(len(updates))
+    optimizer.align_schedule(len(updates))  # fewer where responses were left out
     for _, mini in updates:
         reduce_loss = loss_reduction(
             args.loss_aggregation, batch.response_mask, mini, updates, args.max_response_length
@@ -642,7 +648,7 @@ def update_critic(
 
 def load_supervised(args: Args, tokenizer, stop_ids: list[int]):
     """Return the rows of --ptx_dataset with responses, see `load_prompts`."""
-    # The flags for columns name those of --dataset.
+    # --prompt_column and --answer_column name columns of --dataset, not of these rows.
     given = dataclasses.replace(args, prompt_column="", answer_column="")
     parts = load_prompts(
         "--ptx_dataset",
@@ -670,11 +676,11 @@ def ptx_loss(
     total = torch.zeros((), device=world.device)
     for cut in utils.micro_batches(lengths, args.micro_batch_tokens, world):
         set_gradient_sync(wrapped, False)
-        # At temperature 1, whatever that of the rollout
         inputs = collate(
             [(rows[i]["query"], rows[i]["response"], rows[i]["mask"]) for i in cut],
             world.device,
         )
+        # Temperature 1, whatever that of the rollout.
         loss = -wrapped(*inputs, temperature=1.0, entropy=False)["logprobs"].sum() / tokens
         optimizer.backward(args.ptx_coef * loss)
         total = total + loss.detach()  # float64 in a float64 run
@@ -708,7 +714,7 @@ def generate(
         queries: token ids. uniforms: (N, T) float64 in [0, 1), T >= all lengths, or None for greedy
             decoding.
         interrupted: called at every token; once it is true, there are no further responses.
-        lengths: most tokens of each response; None: --max_response_length.
+        lengths: maximum number of tokens of each response; None: --max_response_length.
         stop_strings: transformers' StopStringCriteria, which ends a turn of a conversation as a
             stop token does.
     Yields:
@@ -731,7 +737,7 @@ def generate(
     uniforms = None if uniforms is None else uniforms.to(device)
     running = torch.arange(len(queries), device=device)  # (n,), the rows that the batch still holds
     finished = torch.zeros_like(running, dtype=torch.bool)  # (n,)
-    count = 0  # of the rows that have finished and are still in the batch
+    finished_count = 0  # rows that have finished and are still in the batch
     cache = None
     input_ids = sequences[:, :width]
     positions = (mask.cumsum(1) - 1).clamp(0)
@@ -754,7 +760,7 @@ def generate(
         else:  # summed in float64: a float32 sum over 150,000 tokens would distort the rare ones
             cdf = token_logprobs.exp().cumsum(-1, dtype=torch.float64)
             tokens = torch.searchsorted(cdf, uniforms[running, t, None] * cdf[:, -1:], right=True)
-            # With NaN logits there is no such token; `Sampler.rollout` fails once it has them all.
+            # NaN logits give an index past the end; `Sampler.rollout` fails on them, after all rows.
             tokens.clamp_(max=cdf.shape[1] - 1)
         sequences[running, width + t] = tokens[:, 0]
         outputs["rollout_logprobs"][running, t] = token_logprobs.gather(1, tokens)[:, 0]
@@ -767,20 +773,20 @@ def generate(
         for i, place in enumerate(new.tolist()):
             yield place, responses[i], {name: column[i] for name, column in columns.items()}
         finished |= ended
-        count += len(new)
-        if count == len(running) or interrupted():
+        finished_count += len(new)
+        if finished_count == len(running) or interrupted():
             return
         input_ids = tokens
         positions = positions[:, -1:] + 1
         mask = nn.functional.pad(mask, (0, 1), value=1)
-        if 4 * count >= len(running):
+        if 4 * finished_count >= len(running):
             kept = ~finished
             running = running[kept]
             input_ids = input_ids[kept]
             positions = positions[kept]
             mask = mask[kept]
             finished = finished[kept]
-            count = 0
+            finished_count = 0
             # Not `batch_select_indices`, which leaves recurrent states out.
             cache.reorder_cache(kept.nonzero()[:, 0])
 
@@ -821,12 +827,12 @@ def update_statistics(statistics: list[float], scores: Tensor) -> list[float]:
 def final_scores(
     scores: Tensor, lengths: Tensor, stopped: Tensor, statistics: list[float], args: Args
 ) -> Tensor:
-    """Return the score that each response trains with (N,); NaN for one that is left out, also of
-    baselines and means.
+    """Return the score that each response trains with (N,); NaN for one that neither trains nor
+    counts in a baseline or mean.
 
     Args:
-        scores: (N,), as `weighted_sum` gives them. lengths: (N,), tokens, observations included.
-            stopped: (N,) bool.
+        scores: (N,), as `weighted_sum` gives them. lengths: (N,), tokens, those that tools and
+            environments write included. stopped: (N,) bool.
         statistics: as in `update_statistics`, of all scores so far.
     """
     if args.reward_normalization:
@@ -849,13 +855,13 @@ def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) ->
     again after each refill of --filter_groups.
 
     Args:
-        state: as the rollout before left it: the "position" of the next prompt, and the
-            "score_statistics".
+        state: what the rollout before left (`Experience.state`): the "position" of the next prompt,
+            and the "score_statistics".
     Returns:
         The Experience; None if the run is interrupted.
     """
     args = sampler.args
-    # Of the steps before, as `score` counts all responses of this step.
+    # Of the steps before: to these `score` adds all responses of this step so far, at each call.
     earlier = state.get("score_statistics", [0.0, 0.0, 0.0])
 
     def score(batch: Batch) -> Tensor:
@@ -888,8 +894,9 @@ def policy_metrics(total: dict[str, float], scores: Tensor, kl_coef: float) -> d
     """Return the logged objectives of a step.
 
     Args:
-        total: of the step's sums. "kl", "surprisal" and "responses" count each response once, sums
-            over tokens ("tokens", "entropy" and so on) once per epoch.
+        total: of `utils.Sums`, NaN for what was never added. "kl", "surprisal" and "responses"
+            count each response once, sums over tokens ("tokens", "entropy" and so on) once per
+            epoch.
         scores: (N,), of all responses that were sampled. kl_coef: beta of the step.
     """
     tokens = total["tokens"]
@@ -932,8 +939,8 @@ def main(args: Args) -> None:
     # ---- setting up: models, optimizer, rollout ----
     precision = loading.precision(args.precision, world.device)
     sharding = Sharding(args, world, precision)
-    # `wrapped` is the policy, with several ranks in DDP. `saved_models` are those that a checkpoint
-    # holds, by folder; "" is the policy's.
+    # `wrapped` is the policy, in DDP on several ranks without --shard. `saved_models` are those
+    # that a checkpoint holds, by folder; "" is the policy's.
     policy, wrapped, reference, saved_models = loading.load_policy_and_reference(
         args, functools.partial(Policy, args=args), run.checkpoint, precision, sharding
     )
@@ -948,7 +955,7 @@ def main(args: Args) -> None:
     critic_optimizer = utils.Optimizer(
         critic, args, total_steps, critic_updates_per_step, prefix="critic_"
     )
-    # What samples, `generate` or the engine of --rollout_backend, and what scores.
+    # It samples, by `generate` or the engine of --rollout_backend, and scores.
     sampler = engines.load_sampler(
         run,
         precision,
@@ -960,12 +967,13 @@ def main(args: Args) -> None:
         reward_sources=reward_sources,
         conversations=conversations,
     )
-    # The ratio is to the policy at the start of the step. With --async_steps an older one has sampled:
-    # where --rollout_correction does not weigh that, the ratio is to the one that sampled.
+    # The ratio is to pi_old, the policy at the start of the step. With --async_steps an older one
+    # has sampled: it is pi_old then, unless --rollout_correction (`sampler.correction`: the flag or
+    # its default) corrects for the difference.
     ratio_to_sampler = args.async_steps > 0 and sampler.correction == "none"
-    # In the only update of a step the policy at its start is the current one: no forward pass.
+    # With one update per step, its own forward pass gives the log-probs at the start of the step.
     needs_start_logprobs = updates_per_step > 1 and not ratio_to_sampler
-    if kl_in == "reward" or args.pf_ppo != "none":  # to be subtracted, or logged, before updates
+    if kl_in == "reward" or args.pf_ppo != "none":  # for a KL taken before updates
         needs_start_logprobs = True
     estimate_kl = functools.partial(kl_estimate, estimator=args.kl_estimator)
     evaluate = functools.partial(evaluation.evaluate, sampler, eval_prompts)
@@ -976,17 +984,17 @@ def main(args: Args) -> None:
         optimizers={"": optimizer, "critic": critic_optimizer},
         engine=sampler.engine,
     )
-    run.check_rows(prompts, eval_prompts, ptx_rows)
+    run.check_rows(prompts, eval_prompts, ptx_rows)  # warns if a resumed run reads other rows
     rollouts = engines.Rollouts(run, sampler, prompts, collect)
 
     for step in run.steps(evaluate if eval_prompts else None):
         # ---- 1. rollout ----
         run.phase("rollout")
         experience = rollouts.take(step)
-        batch = experience.batch  # what trains of `experience.sampled`, see --filter_groups
+        batch = experience.batch  # `experience.sampled` without what --filter_groups drops
         mask = batch.response_mask  # (N, T)
         scores = batch.scores  # (N,)
-        trained = scores.isfinite().nonzero()[:, 0].tolist()  # the responses that train
+        trained = scores.isfinite().nonzero()[:, 0].tolist()  # the responses with a score
         kl_coef = args.kl_coef
         if args.kl_target:
             kl_coef = run.state.get("kl_coef", kl_coef)
@@ -1022,7 +1030,7 @@ def main(args: Args) -> None:
         batch.tokens["returns"] = returns
         drawn = trained
         if args.pf_ppo != "none":
-            # Responses compete with those to their prompt, or, if it has one, with all of the step.
+            # Responses compete with those to their prompt or, with --group_size 1, all of the step.
             groups = scores.view((1, -1) if args.group_size == 1 else (-1, args.group_size))
             drawn = resample(
                 filter_weights(groups, args.pf_ppo), utils.generator("filter", args.seed, step)
@@ -1033,15 +1041,15 @@ def main(args: Args) -> None:
         run.phase("training")
         sums = update_critic(wrapped_critic, critic_optimizer, batch, drawn, args, step, world)
         if args.pf_ppo != "none":  # logs each response once, however often it was drawn
-            rows = world.shard(trained)  # of this rank
-            mine = {name: x[rows] for name, x in batch.tokens.items()}
+            local = world.shard(trained)  # of this rank
+            mine = {name: x[local] for name, x in batch.tokens.items()}
             evaluation.add_rollout(sums, mine, mine["start_logprobs"], estimate_kl)
         updates = []  # of the policy: none while the critic warms up
         if step > args.critic_warmup_steps:
             updates = utils.mini_batches(
                 drawn, args.mini_batch_size, args.num_epochs, (args.seed, step)
             )
-            optimizer.align_schedule(len(updates))
+            optimizer.align_schedule(len(updates))  # fewer where responses were left out
         for epoch, mini in updates:
             reduce_loss = loss_reduction(
                 args.loss_aggregation, mask, mini, updates, args.max_response_length
@@ -1062,7 +1070,7 @@ def main(args: Args) -> None:
                 logprobs = out["logprobs"]
                 if needs_start_logprobs:
                     start_logprobs = micro["start_logprobs"]
-                else:  # the same in the only update of a step; else only the log reads them
+                else:  # no update has come before, or (`ratio_to_sampler`) only the log reads them
                     start_logprobs = logprobs.detach()
                 old_logprobs = micro["rollout_logprobs"] if ratio_to_sampler else start_logprobs
                 weights = correction_weights(

@@ -91,8 +91,8 @@ class Args(
     group_size: PositiveInt = 8
     """Responses per prompt (G)."""
     mini_batch_size: NonNegativeInt = 0
-    """Most responses of an optimizer update, over all ranks: a step's are cut into equal parts. 0:
-    the whole step."""
+    """Maximum number of responses in an optimizer update, over all ranks; those of a step are cut
+    into equal parts. 0: the whole step."""
     num_epochs: PositiveInt = 1
     """Passes over one rollout."""
     max_response_length: PositiveInt = 1024
@@ -118,8 +118,8 @@ class Args(
         Literal["token", "step_token", "sequence", "sequence_sum", "constant"] | None
     ) = None
     """How token losses become one number: mean over an update's tokens, over a step's tokens, mean
-    of sequence means, of sequence sums, or sum / (sequences * max_response_length); default: token,
-    with --ratio sequence sequence."""
+    of sequence means, of sequence sums, or sum / (sequences * max_response_length); default:
+    that of --ratio."""
     clip_low: Share = 0.2
     """The ratio is clipped below at 1 - this."""
     clip_high: NonNegativeFloat = 0.2
@@ -155,7 +155,7 @@ class Args(
         "math": "Please reason step by step, and put your final answer within \\boxed{}.",
         "gsm8k": 'Let us think step by step and output the final answer after "####".',
     }
-    RULES = {
+    RULES = {  # message: condition that the args must meet
         "--dual_clip must be above 1, or 0 for none": lambda a: a.dual_clip == 0 or a.dual_clip > 1,
         "--group_size must be 2 or more with this --advantage, which compares the responses to a prompt": lambda a: (
             a.group_size >= 2 or a.advantage in ("reinforce++", "remax")
@@ -163,8 +163,8 @@ class Args(
         "--filter_groups requires another --advantage: this one learns from equal scores, too": lambda a: (
             a.filter_groups == "none" or a.advantage not in ("remax", "reinforce++")
         ),
-        "--filter_groups refill requires --async_steps 0 or 1: how many prompts it takes says where those of later "
-        "steps begin": lambda a: a.filter_groups != "refill" or a.async_steps < 2,
+        "--filter_groups refill requires --async_steps 0 or 1: at which prompt the next step begins is known only once "
+        "a step has sampled": lambda a: a.filter_groups != "refill" or a.async_steps < 2,
         "--turn_rewards requires episode in --reward and --advantage reinforce++": lambda a: (
             not a.turn_rewards or "episode" in a.reward and a.advantage == "reinforce++"
         ),
@@ -193,9 +193,9 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
 
     d = logprobs - ref_logprobs; k1 = d, abs = |d|, k2 = d^2 / 2, k3 = exp(-d) + d - 1 with d
     clamped at -20, for the exponent. (verl and OpenRLHF clamp the value of k3, too: at 10 its
-    gradient is 0 for d < -2.6, where the policy has run away furthest.) As a loss on policy, the
-    gradient of k1 has zero mean, that of k2 is the gradient of the reverse KL, and that of k3,
-    which DeepSeekMath has, is the gradient of the forward KL.
+    gradient is 0 for d < -2.6, where the policy has run away furthest.) As a loss, on policy, k1
+    has a gradient of mean zero, k2 the gradient of the reverse KL, and k3, which DeepSeekMath has,
+    that of the forward KL.
     Source: J. Schulman, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html.
     """
     d = logprobs - ref_logprobs
@@ -205,7 +205,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
         return d.abs()
     if estimator == "k2":
         return d.square() / 2
-    # Clamped in the exponent alone, d would still have a gradient of 1 below -20, and fall further.
+    # Both d are clamped: below -20 the gradient of the second, 1, would push d further down.
     d = d.clamp(min=-20)
     return torch.exp(-d) + d - 1
 
@@ -228,8 +228,7 @@ def clipped_loss(
     arXiv:1912.09729, eq. 5.
 
     Args:
-        log_ratio: (N, T), of the policy to the one that sampled, its exponent clamped to +-20.
-            advantages: (N, T).
+        log_ratio: (N, T), log pi - log pi_old, clamped here to +-20. advantages: (N, T).
     Returns:
         Loss (N, T), and where clipping took the gradient (N, T) bool.
     """
@@ -261,8 +260,8 @@ def token_rewards(
     kl_coef: float,
     turn_rewards: Tensor | None = None,
 ) -> Tensor:
-    """Return the reward of each token: r_t = u_t - beta * KL_t, at the last token + score - sum_t
-    u_t, too.
+    """Return the reward of each token: r_t = u_t - beta * KL_t; the last token also gets score -
+    sum_t u_t.
 
     Without --turn_rewards, u = 0 and the score stands at the last token (arXiv:1909.08593, eq. 2).
     With them, u_t is what a turn earned of the score, at the turn's last token (MT-PPO,
@@ -274,9 +273,9 @@ def token_rewards(
     Returns:
         (N, T), 0 outside of the mask.
     """
-    last = mask & (mask.cumsum(1) == mask.sum(1, keepdim=True))  # a mask of turns has holes
-    earlier = torch.zeros_like(mask, dtype=scores.dtype) if turn_rewards is None else turn_rewards
-    rewards = earlier + torch.where(last, (scores - earlier.sum(1))[:, None], 0.0)
+    last = mask & (mask.cumsum(1) == mask.sum(1, keepdim=True))  # a conversation's mask has holes
+    u = torch.zeros_like(mask, dtype=scores.dtype) if turn_rewards is None else turn_rewards
+    rewards = u + torch.where(last, (scores - u.sum(1))[:, None], 0.0)
     return rewards if kl is None else torch.where(mask, rewards - kl_coef * kl, 0.0)
 
 
@@ -361,10 +360,11 @@ def loss_reduction(
 
     Args:
         how: as in `aggregate`. mask: (N, T) bool, of all responses of the step.
-        mini: the responses of the optimizer batch. updates: (epoch, responses) of each of the step.
+        mini: the responses of this optimizer batch. updates: (epoch, responses) of every optimizer
+            batch of the step.
     """
-    # "step_token" divides by the mean over the updates: then the mean of their losses is the mean
-    # over the step's tokens.
+    # "step_token" divides by the mean number of tokens per update: then the mean of the updates'
+    # losses is the mean over the step's tokens.
     counted = [rows for _, rows in updates] if how == "step_token" else [mini]
     tokens = sum(mask[rows].sum().item() for rows in counted) / len(counted)
     return functools.partial(
@@ -477,7 +477,7 @@ def generate(
         queries: token ids. uniforms: (N, T) float64 in [0, 1), T >= all lengths, or None for greedy
             decoding.
         interrupted: called at every token; once it is true, there are no further responses.
-        lengths: most tokens of each response; None: --max_response_length.
+        lengths: maximum number of tokens of each response; None: --max_response_length.
         stop_strings: transformers' StopStringCriteria, which ends a turn of a conversation as a
             stop token does.
     Yields:
@@ -500,7 +500,7 @@ def generate(
     uniforms = None if uniforms is None else uniforms.to(device)
     running = torch.arange(len(queries), device=device)  # (n,), the rows that the batch still holds
     finished = torch.zeros_like(running, dtype=torch.bool)  # (n,)
-    count = 0  # of the rows that have finished and are still in the batch
+    finished_count = 0  # rows that have finished and are still in the batch
     cache = None
     input_ids = sequences[:, :width]
     positions = (mask.cumsum(1) - 1).clamp(0)
@@ -523,7 +523,7 @@ def generate(
         else:  # summed in float64: a float32 sum over 150,000 tokens would distort the rare ones
             cdf = token_logprobs.exp().cumsum(-1, dtype=torch.float64)
             tokens = torch.searchsorted(cdf, uniforms[running, t, None] * cdf[:, -1:], right=True)
-            # With NaN logits there is no such token; `Sampler.rollout` fails once it has them all.
+            # NaN logits give an index past the end; `Sampler.rollout` fails on them, after all rows.
             tokens.clamp_(max=cdf.shape[1] - 1)
         sequences[running, width + t] = tokens[:, 0]
         outputs["rollout_logprobs"][running, t] = token_logprobs.gather(1, tokens)[:, 0]
@@ -536,20 +536,20 @@ def generate(
         for i, place in enumerate(new.tolist()):
             yield place, responses[i], {name: column[i] for name, column in columns.items()}
         finished |= ended
-        count += len(new)
-        if count == len(running) or interrupted():
+        finished_count += len(new)
+        if finished_count == len(running) or interrupted():
             return
         input_ids = tokens
         positions = positions[:, -1:] + 1
         mask = nn.functional.pad(mask, (0, 1), value=1)
-        if 4 * count >= len(running):
+        if 4 * finished_count >= len(running):
             kept = ~finished
             running = running[kept]
             input_ids = input_ids[kept]
             positions = positions[kept]
             mask = mask[kept]
             finished = finished[kept]
-            count = 0
+            finished_count = 0
             # Not `batch_select_indices`, which leaves recurrent states out.
             cache.reorder_cache(kept.nonzero()[:, 0])
 
@@ -572,12 +572,12 @@ def weighted_sum(components: dict[str, Tensor], args: Args) -> Tensor:
 
 
 def final_scores(scores: Tensor, lengths: Tensor, stopped: Tensor, args: Args) -> Tensor:
-    """Return the score that each response trains with (N,); NaN for one that is left out, also of
-    baselines and means.
+    """Return the score that each response trains with (N,); NaN for one that neither trains nor
+    counts in a baseline or mean.
 
     Args:
-        scores: (N,), as `weighted_sum` gives them. lengths: (N,), tokens, observations included.
-            stopped: (N,) bool.
+        scores: (N,), as `weighted_sum` gives them. lengths: (N,), tokens, those that tools and
+            environments write included. stopped: (N,) bool.
     """
     if args.non_stop_penalty:
         value = args.penalty_reward_value
@@ -597,7 +597,7 @@ def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) ->
     the sampled ones.
 
     Args:
-        state: as the rollout before left it: the "position" of the next prompt.
+        state: what the rollout before left (`Experience.state`): the "position" of the next prompt.
     Returns:
         The Experience; None if the run is interrupted.
     """
@@ -691,8 +691,9 @@ def policy_metrics(total: dict[str, float], scores: Tensor, kl_coef: float) -> d
     """Return the logged objectives of a step.
 
     Args:
-        total: of the step's sums. "kl", "surprisal" and "responses" count each response once, sums
-            over tokens ("tokens", "entropy" and so on) once per epoch.
+        total: of `utils.Sums`, NaN for what was never added. "kl", "surprisal" and "responses"
+            count each response once, sums over tokens ("tokens", "entropy" and so on) once per
+            epoch.
         scores: (N,), of all responses that were sampled. kl_coef: beta of the step.
     """
     tokens = total["tokens"]
@@ -732,15 +733,15 @@ def main(args: Args) -> None:
     # ---- setting up: models, optimizer, rollout ----
     precision = loading.precision(args.precision, world.device)
     sharding = Sharding(args, world, precision)
-    # `wrapped` is the policy, with several ranks in DDP. `saved_models` are those that a checkpoint
-    # holds, by folder; "" is the policy's.
+    # `wrapped` is the policy, in DDP on several ranks without --shard. `saved_models` are those
+    # that a checkpoint holds, by folder; "" is the policy's.
     policy, wrapped, reference, saved_models = loading.load_policy_and_reference(
         args, functools.partial(Policy, args=args), run.checkpoint, precision, sharding
     )
     kl_in = "none" if reference is None else args.kl_in
     reward_sources.load_models(args, precision, sharding)
     optimizer = utils.Optimizer(policy, args, total_steps, updates_per_step)
-    # What samples, `generate` or the engine of --rollout_backend, and what scores.
+    # It samples, by `generate` or the engine of --rollout_backend, and scores.
     sampler = engines.load_sampler(
         run,
         precision,
@@ -752,10 +753,11 @@ def main(args: Args) -> None:
         reward_sources=reward_sources,
         conversations=conversations,
     )
-    # The ratio is to the policy at the start of the step. With --async_steps an older one has sampled:
-    # where --rollout_correction does not weigh that, the ratio is to the one that sampled.
+    # The ratio is to pi_old, the policy at the start of the step. With --async_steps an older one
+    # has sampled: it is pi_old then, unless --rollout_correction (`sampler.correction`: the flag or
+    # its default) corrects for the difference.
     ratio_to_sampler = args.async_steps > 0 and sampler.correction == "none"
-    # In the only update of a step the policy at its start is the current one: no forward pass.
+    # With one update per step, its own forward pass gives the log-probs at the start of the step.
     needs_start_logprobs = kl_in == "reward" or updates_per_step > 1 and not ratio_to_sampler
     estimate_kl = functools.partial(kl_estimate, estimator=args.kl_estimator)
     evaluate = functools.partial(evaluation.evaluate, sampler, eval_prompts)
@@ -766,17 +768,17 @@ def main(args: Args) -> None:
         optimizers={"": optimizer},
         engine=sampler.engine,
     )
-    run.check_rows(prompts, eval_prompts)
+    run.check_rows(prompts, eval_prompts)  # warns if a resumed run reads other rows
     rollouts = engines.Rollouts(run, sampler, prompts, collect)
 
     for step in run.steps(evaluate if eval_prompts else None):
         # ---- 1. rollout ----
         run.phase("rollout")
         experience = rollouts.take(step)
-        batch = experience.batch  # what trains of `experience.sampled`, see --filter_groups
+        batch = experience.batch  # `experience.sampled` without what --filter_groups drops
         mask = batch.response_mask  # (N, T)
         scores = batch.scores  # (N,)
-        trained = scores.isfinite().nonzero()[:, 0].tolist()  # the responses that train
+        trained = scores.isfinite().nonzero()[:, 0].tolist()  # the responses with a score
         kl_coef = args.kl_coef
         if args.kl_target:
             kl_coef = run.state.get("kl_coef", kl_coef)
@@ -811,11 +813,11 @@ def main(args: Args) -> None:
 
         # ---- 4. update: epochs, mini-batches (an optimizer step each), micro-batches ----
         run.phase("training")
-        sums = utils.Sums(world)  # for the log; given a mask first, over the tokens where it is set
+        sums = utils.Sums(world)  # for the log; add(m, ...) sums where m is set
         updates = utils.mini_batches(
             trained, args.mini_batch_size, args.num_epochs, (args.seed, step)
         )
-        optimizer.align_schedule(len(updates))
+        optimizer.align_schedule(len(updates))  # fewer where responses were left out
         for epoch, mini in updates:
             reduce_loss = loss_reduction(
                 loss_aggregation, mask, mini, updates, args.max_response_length
@@ -827,7 +829,7 @@ def main(args: Args) -> None:
                 logprobs = out["logprobs"]
                 if needs_start_logprobs:
                     start_logprobs = micro["start_logprobs"]
-                else:  # the same in the only update of a step; else only the log reads them
+                else:  # no update has come before, or (`ratio_to_sampler`) only the log reads them
                     start_logprobs = logprobs.detach()
                 old_logprobs = micro["rollout_logprobs"] if ratio_to_sampler else start_logprobs
                 weights = correction_weights(
