@@ -631,8 +631,8 @@ def group_advantages(scores: Tensor, group_size: int, scale: str) -> Tensor:
         scores: (N,), the G responses of a prompt next to each other; NaN or infinite where there is
             no score.
         scale: divide by the "group"'s or the "batch"'s unbiased standard deviation + 1e-6, or by
-            nothing ("none"). "gdpo" is "batch" of `decoupled_scores` (eq. 6 of GDPO), whose mean in
-            each group is 0.
+            nothing ("none"). "gdpo" is "batch" for `decoupled_scores` (eq. 6 of GDPO), which have
+            mean 0 in each group.
     Returns:
         (N,): (R - mean) / (std + eps); exactly 0 in a group whose scores are all equal, and for a
         missing score, which does not count in its group either.
@@ -856,6 +856,7 @@ def main(args: Args) -> None:
             **sampler.metrics(),
         }
         if args.kl_target:
+            # Of means over tokens, where objective/kl has sums.
             mean_kl = total["mean_kl"] / total["responses"]
             run.state["kl_coef"] = adapt_kl_coef(
                 kl_coef, mean_kl, args.kl_target, len(trained), args.kl_horizon

@@ -21,9 +21,9 @@ whatever is put there (see grpo.py, choice 8). And:
    default --model, with a head of zeros: then values start at 0, and the first returns are sums of
    rewards alone.
 3. Actor and critic share no weights: each has an optimizer, a schedule and gradient clipping.
-4. Returns are computed before the advantages are whitened, over the response tokens of the step,
-   all ranks. They may have another lambda (`--critic_gae_lambda`), and the critic other epochs and
-   mini-batches.
+4. Advantages are whitened over the response tokens of the step, all ranks, after the returns are
+   computed. Returns may have another lambda (`--critic_gae_lambda`), and the critic other epochs
+   and mini-batches.
 5. Scores: the weighted sum of the sources, then normalisation, then the clip, then the penalty for
    no stop token.
 
@@ -125,7 +125,7 @@ class Args(
     arXiv:2503.01491); what the policy's updates log is null there."""
 
     gamma: Share = 1.0
-    """Discount per token, where each token has a reward (GAE, reinforce++)."""
+    """Discount per token, in GAE and in the reward-to-go of reinforce++."""
     gae_lambda: Share = 0.95
     """GAE's lambda: 1 for the reward-to-go minus the value, 0 for the one-step difference."""
     critic_gae_lambda: Share | None = None
@@ -1127,6 +1127,7 @@ def main(args: Args) -> None:
             **sampler.metrics(),
         }
         if args.kl_target:
+            # Of means over tokens, where objective/kl has sums.
             mean_kl = total["mean_kl"] / total["responses"]
             run.state["kl_coef"] = adapt_kl_coef(
                 kl_coef, mean_kl, args.kl_target, len(trained), args.kl_horizon

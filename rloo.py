@@ -110,7 +110,7 @@ class Args(
     ratio: Literal["token", "sequence"] = "token"
     """Importance ratio of each token, or one of the whole response."""
     gamma: Share = 1.0
-    """Discount per token, where each token has a reward (GAE, reinforce++)."""
+    """Discount per token, in GAE and in the reward-to-go of reinforce++."""
     turn_rewards: bool = False
     """Give each reward of the --environment to the last token of its turn, not their sum to the
     last token of the response."""
@@ -882,6 +882,7 @@ def main(args: Args) -> None:
             **sampler.metrics(),
         }
         if args.kl_target:
+            # Of means over tokens, where objective/kl has sums.
             mean_kl = total["mean_kl"] / total["responses"]
             run.state["kl_coef"] = adapt_kl_coef(
                 kl_coef, mean_kl, args.kl_target, len(trained), args.kl_horizon
