@@ -12,6 +12,7 @@ from test_turns import tokenizer_of as tokenizer_of  # a fixture
 from tiny_models import CPU, random_model
 
 import grpo
+import ppo
 import utils
 from plumbing.rollout.batch import Batch, Sample, forward_batch
 from plumbing.tasks import run_all
@@ -76,10 +77,10 @@ def play(tokenizer_of, tmp_path_factory):
     tokenizer = tokenizer_of(QWEN25)
     made = {}
 
-    def play(*codes: str, says=("ok",), **flags) -> tuple[list[Conversation], Engine]:
+    def play(*codes: str, says=("ok",), script=grpo, **flags) -> tuple[list[Conversation], Engine]:
         key = str(flags)
         if key not in made:
-            args = grpo.Args(agent=f"{path}:play", reward=("episode",), **flags)
+            args = script.Args(agent=f"{path}:play", reward=("episode",), **flags)
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(agents, "positions_of", lambda _: 600)
                 stop = tokenizer.convert_tokens_to_ids("<|im_end|>")
@@ -153,6 +154,7 @@ side_by_side(
     lambda: ask(user("same")),
 )
 ask(user("a summary of all"), plan, user("go on"))
+ask(user("x"), plan, user("on"), tools=tools)
 """
 
 
@@ -162,14 +164,15 @@ def test_other_requests_are_contexts_and_each_turn_trains_once(play):
     turned = turned.replace("LEFT", 'user("right")')
     (one, other), engine = play(BRANCHES, turned)
     for x in (one, other):
-        assert (x.error, len(x.starts)) == ("", 4)
+        assert (x.error, len(x.starts)) == ("", 5)
         trained = [ids for _, ids in contexts_of(x)]
-        assert sorted(map(len, trained)) == [3, 3, 3, 3, 6]  # "ok" and a stop token each
+        assert sorted(map(len, trained)) == [3, 3, 3, 3, 3, 6]  # "ok" and a stop token each
     assert contexts_of(one) == contexts_of(other)
     seeds = [request["seed"] for request in engine.asked]
-    assert len(set(seeds)) == len(seeds) == 12  # of two rows with different numbers
+    assert len(set(seeds)) == len(seeds) == 14  # of two rows with different numbers
     [again], engine = play(turned)
     assert {x["seed"] for x in engine.asked} < set(seeds)
+    assert '"add"' in engine.tokenizer.decode(engine.asked[-1]["query"])
     assert {tuple(x["query"]): 0 for x in engine.asked}.keys() == {
         tuple(all_ids[:-3]) for all_ids, _ in contexts_of(again)
     } | {tuple(engine.asked[0]["query"])}
@@ -215,6 +218,16 @@ def test_what_the_api_offers(play):
     assert {name: len(x) for name, x in one.outputs.items()} == dict.fromkeys(
         ("rollout_logprobs", "response_mask", "further"), len(one.response)
     )
+
+
+def test_turn_rewards_and_a_last_turn_that_does_not_train(play):
+    """The reward stands where tokens train: as the rest of the score, at the last of them."""
+    [one], _ = play("ask(user('x')); ask(user('y'), temperature=0)", script=ppo, turn_rewards=True)
+    assert one.reward == 1.0 and not one.outputs["response_mask"][-1]
+    mask = torch.tensor([one.outputs["response_mask"]]).bool()
+    earlier = torch.tensor([one.outputs["turn_rewards"]])
+    rewards = ppo.token_rewards(torch.ones(1), None, mask, 0.0, earlier)
+    assert rewards[mask].tolist() == [0.0, 0.0, 1.0]
 
 
 BAD = {

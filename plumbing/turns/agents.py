@@ -95,7 +95,7 @@ class Agents(Conversations):
         if not any(conversation.outputs["response_mask"]):
             raise EnvironmentFailure("play asked for nothing that trains")
         if reward is not None:
-            conversation.rewards[len(conversation.response) - 1] = reward
+            conversation.rewards[-1] = reward
         conversation.stop_reason = "done"
 
     async def _answer(

@@ -181,7 +181,7 @@ class Conversation:
     # Of an agent: where in `response` another context begins, with its prompt.
     starts: list[int] = field(default_factory=list)
     turns: list[dict] = field(default_factory=list)  # the same as messages
-    # Of turns, by the place of their last token.
+    # Of turns, by the place of their last token; an agent's is of none, at -1.
     rewards: dict[int, float] = field(default_factory=dict)
     stop_reason: str = ""  # one of STOP_REASONS, once it has ended
     tool_calls: int = 0
