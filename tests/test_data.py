@@ -12,6 +12,7 @@ import math
 import multiprocessing
 import os
 import resource
+import signal
 import time
 import types
 
@@ -32,6 +33,8 @@ from plumbing.data import mixture as data
 from plumbing.data.rows import read_rows
 from plumbing.models import loading as models
 from plumbing.rewards.sources import check_reference
+from plumbing.run.ranks import Interrupt
+from utils import World
 
 ARGS = vars(
     ppo.Args(model=str(helpers.ROOT / "assets" / "tiny"), max_response_length=64, system_prompt="")
@@ -413,7 +416,12 @@ def test_rows_come_from_the_cache(tokenizers, tmp_path, capsys, monkeypatch):
 
 
 def test_what_stops_encoding_is_one_line(tokenizers, tmp_path, capfd, monkeypatch):
-    """A row that one of several processes cannot read, and a disk without room."""
+    """A row that one of several processes cannot read, and a disk without room.
+
+    The processes have the signal handlers of a run that loads, or that can save already.
+    """
+    handled = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    Interrupt(World(0, 1, torch.device("cpu"))).can_save = True
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     rows = [{"prompt": f"{i}+1=", "answer": "1"} for i in range(2000)]
@@ -432,6 +440,8 @@ def test_what_stops_encoding_is_one_line(tokenizers, tmp_path, capfd, monkeypatc
         err = capfd.readouterr().err
         what = "row 2001: has nothing in column 'prompt'" if end else "File too large"
         assert err.startswith(f"error: --dataset {file}") and what in err and err.count("\n") == 1
+    for number, handler in zip((signal.SIGTERM, signal.SIGINT), handled):
+        signal.signal(number, handler)
 
 
 def test_a_file_that_is_no_text(tokenizers, tmp_path, capsys):
@@ -461,8 +471,8 @@ def test_two_that_read_at_once(tokenizers, tmp_path, ranks):
         torch.set_num_threads(1)
         if ranks:
             os.environ["LOCAL_RANK"] = str(rank)
-            store, wait = f"file://{tmp_path}/store", datetime.timedelta(seconds=2)
-            dist.init_process_group("gloo", store, wait, world_size=2, rank=rank)
+            dist.init_process_group("gloo", f"file://{tmp_path}/store", world_size=2, rank=rank)
+            dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=2))
         args = "train", tokenizers[False, None], args_of(), check_slowly
         (read, _) = data.load_prompts("--dataset", file, *args)[0]
         assert [row["columns"] for row in read] == rows
@@ -471,7 +481,8 @@ def test_two_that_read_at_once(tokenizers, tmp_path, ranks):
     for process in both:
         process.start()
     for process in both:
-        process.join()
+        process.join(100)
+        process.kill()
     assert [process.exitcode for process in both] == [0, 0]
     assert sorted(mapped.read_text()) == sorted("12345" if ranks else 2 * "12345")
 

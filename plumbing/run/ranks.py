@@ -88,6 +88,7 @@ class Interrupt:
 
     def __init__(self, world: World):
         self.world = world
+        self.process = os.getpid()
         self.requested = False
         # Set once the run polls: before that, it may wait for a server or load for minutes.
         self.can_save = False
@@ -95,11 +96,12 @@ class Interrupt:
         signal.signal(signal.SIGINT, self._handle)
 
     def _handle(self, signum, frame) -> None:
-        if self.requested and signum == signal.SIGINT:
-            os._exit(128 + signal.SIGINT)
+        # A library's forked process, which waits for work, has this handler, too.
+        if os.getpid() != self.process or self.requested and signum == signal.SIGINT:
+            os._exit(128 + signum)
         saves = "the run exits as soon as it has saved a checkpoint; Ctrl-C ends it at once"
         line = saves if self.can_save else "the run exits before its first step; nothing is lost"
-        if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
             # Print may be what was interrupted.
             os.write(2, f"\n{signal.Signals(signum).name}: {line}\n".encode())
         if not self.can_save:

@@ -65,8 +65,8 @@ class ToolProcesses:
         self.environment = environment and os.path.abspath(environment)
         self.parent = None
         self.timeout = SECONDS_TO_LOAD
-        names = " ".join(filter(None, [*tools, environment]))
-        where = f"{'--tools' if tools else flag} {names}"
+        flag = "--tools" if tools else flag
+        where = f"{flag} {' '.join(filter(None, [*tools, environment]))}"
         self.schemas = describe(where, ToolProcess(self, seed=0))
         self.timeout = timeout
 
