@@ -470,7 +470,9 @@ def test_two_that_read_at_once(tokenizers, tmp_path, ranks):
     def read(rank: int) -> None:
         torch.set_num_threads(1)
         if ranks:
-            os.environ["LOCAL_RANK"] = str(rank)
+            os.environ |= {"LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+            # A group that a test before has left, in the process that forked this one.
+            dist.distributed_c10d._update_default_pg(None)
             dist.init_process_group("gloo", f"file://{tmp_path}/store", world_size=2, rank=rank)
             dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=2))
         args = "train", tokenizers[False, None], args_of(), check_slowly
