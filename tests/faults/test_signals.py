@@ -5,6 +5,7 @@ tests/test_run.py; the start of a run in tests/test_resume.py.
 """
 
 import contextlib
+import multiprocessing
 import os
 import re
 import signal
@@ -14,7 +15,11 @@ from pathlib import Path
 import forked_python
 import helpers
 import pytest
+import torch
 from helpers import assert_same_run, processes_of, steps_of
+
+from plumbing.run.ranks import Interrupt
+from utils import World
 
 # Sleeps where a file says so, and leaves another one to say that it does.
 SLOW = """
@@ -148,3 +153,16 @@ def test_torchrun(base, tmp_path):
     for each in (whole, {**values, "resume": True}):
         helpers.run_ranks(each, 2, (0, 0))
     assert_same_run(values, whole)
+
+
+def test_a_forked_process_ends_at_once(capfd):
+    """Such as those of datasets, which have the handlers of the run; and it says nothing."""
+    handled = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    Interrupt(World(0, 1, torch.device("cpu"))).can_save = True
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=[60])
+    child.start()
+    child.terminate()
+    child.join(30)
+    for number, handler in handled.items():
+        signal.signal(number, handler)
+    assert child.exitcode == 128 + signal.SIGTERM and not capfd.readouterr().err
