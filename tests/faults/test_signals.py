@@ -159,8 +159,11 @@ def test_a_forked_process_ends_at_once(capfd):
     """Such as those of datasets, which have the handlers of the run; and it says nothing."""
     handled = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     Interrupt(World(0, 1, torch.device("cpu"))).can_save = True
-    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=[60])
+    fork = multiprocessing.get_context("fork")
+    begun = fork.Event()
+    child = fork.Process(target=lambda: begun.set() or time.sleep(60))
     child.start()
+    assert begun.wait(60)  # Python drops a signal that arrives while it forks
     child.terminate()
     child.join(30)
     for number, handler in handled.items():
