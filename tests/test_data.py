@@ -12,6 +12,7 @@ import math
 import multiprocessing
 import os
 import resource
+import signal
 import time
 import types
 
@@ -32,6 +33,8 @@ from plumbing.data import mixture as data
 from plumbing.data.rows import read_rows
 from plumbing.models import loading as models
 from plumbing.rewards.sources import check_reference
+from plumbing.run.ranks import Interrupt
+from utils import World
 
 ARGS = vars(
     ppo.Args(model=str(helpers.ROOT / "assets" / "tiny"), max_response_length=64, system_prompt="")
@@ -412,14 +415,19 @@ def test_rows_come_from_the_cache(tokenizers, tmp_path, capsys, monkeypatch):
     assert "row 1: Expecting value" in refused(capsys, read)
 
 
-def test_what_stops_encoding_is_one_line(tokenizers, tmp_path, capfd):
-    """A row that cannot be read, and a disk without room. (By one process: datasets may wait for
-    ever as it ends a pool of several.)
+def test_what_stops_encoding_is_one_line(tokenizers, tmp_path, capfd, monkeypatch):
+    """A row that one of several processes cannot read, and a disk without room.
+
+    They are forked from a run, with its handlers, and end as datasets ends them, by SIGTERM.
     """
+    handled = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    Interrupt(World(0, 1, torch.device("cpu"))).can_save = True
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     rows = [{"prompt": f"{i}+1=", "answer": "1"} for i in range(2000)]
-    for name, end in (("unreadable", [{"prompt": ""}]), ("long", [])):
-        file = helpers.write_rows(tmp_path / f"{name}.jsonl", rows + end)
+    for rows_per_process, end in ((1000, [{"prompt": ""}]), (9999, [])):
+        monkeypatch.setattr(cache, "ROWS_PER_PROCESS", rows_per_process)
+        file = helpers.write_rows(tmp_path / f"{rows_per_process}.jsonl", rows + end)
         read_rows("--dataset", file, "train")  # is in the cache
         capfd.readouterr()
         if not end:
@@ -432,6 +440,8 @@ def test_what_stops_encoding_is_one_line(tokenizers, tmp_path, capfd):
         err = capfd.readouterr().err
         what = "row 2001: has nothing in column 'prompt'" if end else "File too large"
         assert err.startswith(f"error: --dataset {file}") and what in err and err.count("\n") == 1
+    for number, handler in handled.items():
+        signal.signal(number, handler)
 
 
 def test_a_file_that_is_no_text(tokenizers, tmp_path, capsys):

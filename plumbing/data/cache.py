@@ -68,9 +68,10 @@ def encode_rows(flag: str, name: str, raw, make: Callable, tokenizer, stop_ids: 
     file = os.path.join(datasets.config.HF_DATASETS_CACHE, file)
     processes = min(os.cpu_count() or 1, len(raw) // ROWS_PER_PROCESS)
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
-    several = os.environ.get("WORLD_SIZE", "1") != "1"
-    # Seven days; their other collectives wait for half an hour.
-    others = several and dist.new_group(backend="gloo", timeout=timedelta(7))
+    # Their other collectives wait for half an hour.
+    others = os.environ.get("WORLD_SIZE", "1") != "1" and dist.new_group(
+        backend="gloo", timeout=timedelta(days=7)
+    )
     if others and not is_first:
         dist.barrier(others)
     try:

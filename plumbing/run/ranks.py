@@ -88,16 +88,16 @@ class Interrupt:
 
     def __init__(self, world: World):
         self.world = world
-        self.process = os.getpid()
         self.requested = False
         # Set once the run polls: before that, it may wait for a server or load for minutes.
         self.can_save = False
-        signal.signal(signal.SIGTERM, self._handle)
-        signal.signal(signal.SIGINT, self._handle)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._handle)
+        # A library's forked process may wait for a lock, where Python would not call the handler.
+        os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
     def _handle(self, signum, frame) -> None:
-        # A library's forked process, which waits for work, has this handler, too.
-        if os.getpid() != self.process or self.requested and signum == signal.SIGINT:
+        if self.requested and signum == signal.SIGINT:
             os._exit(128 + signum)
         saves = "the run exits as soon as it has saved a checkpoint; Ctrl-C ends it at once"
         line = saves if self.can_save else "the run exits before its first step; nothing is lost"

@@ -168,4 +168,4 @@ def test_a_forked_process_ends_at_once(capfd):
     child.join(30)
     for number, handler in handled.items():
         signal.signal(number, handler)
-    assert child.exitcode == 128 + signal.SIGTERM and not capfd.readouterr().err
+    assert child.exitcode == -signal.SIGTERM and not capfd.readouterr().err
