@@ -167,7 +167,7 @@ class Args(
     """Drop the groups whose scores are all equal; refill samples other prompts in their place
     (DAPO)."""
 
-    SYSTEM_PROMPTS = {  # a source reads answers in this form
+    SYSTEM_PROMPTS = {  # source of --reward: what makes a model answer in the form that it reads
         "math": "Please reason step by step, and put your final answer within \\boxed{}.",
         "gsm8k": 'Let us think step by step and output the final answer after "####".',
     }
