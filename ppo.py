@@ -61,9 +61,11 @@ from plumbing.rollout.batch import (
     forbid_gradient,
     forward_batch,
     forward_tokens,
+    invert_distribution,
     logits_processors,
     sample_groups,
 )
+from plumbing.rollout.kv_cache import expand_cache
 from plumbing.run import evaluation
 from plumbing.run.ranks import record
 from plumbing.run.run import Run
@@ -692,7 +694,7 @@ def ptx_loss(
 # --------------------------------------------------------------------------------------------------
 
 
-@torch.inference_mode()
+@torch.no_grad()  # in inference mode, autocast would cast all weights anew at every token
 def generate(
     model,
     queries: list[list[int]],
@@ -703,8 +705,8 @@ def generate(
     lengths: list[int] | None = None,
     stop_strings: Callable | None = None,
 ) -> Iterator[tuple[int, list[int], dict[str, list[float]]]]:
-    """Sample one response per query: a pass over the left-padded prompts, then one token at a time
-    over the cache.
+    """Sample one response per query: a pass over the left-padded prompts, equal ones once, then one
+    token at a time over the cache.
 
     A token is drawn by inverting its distribution function at a uniform number given in advance.
     Whenever a quarter of the rows have ended, they are dropped: the long tail of responses runs in
@@ -722,15 +724,19 @@ def generate(
         the first stop token; its per-token outputs by name.
     """
     device = model_device(model)
-    width = max(map(len, queries))
+    prompts: dict[tuple, int] = {}  # the P different ones, and their rows in the first pass
+    prompt_of = [prompts.setdefault(tuple(query), len(prompts)) for query in queries]  # (N,)
+    width = max(map(len, prompts))
     lengths = lengths or [args.max_response_length] * len(queries)
     length = max(lengths)
     ends = torch.tensor(lengths, device=device)  # (N,), where each response ends at the latest
-    # Padded with a token that the query has: a repetition penalty also reads what is masked.
-    rows = [[query[0]] * (width - len(query)) + query + [0] * length for query in queries]
-    sequences = torch.tensor(rows, device=device)  # (N, width + T)
-    prompts = [[0] * (width - len(query)) + [1] * len(query) for query in queries]
-    mask = torch.tensor(prompts, device=device)  # (n, tokens so far)
+    # Padded with a token that the prompt has: a repetition penalty also reads what is masked.
+    padded = [(*prompt[:1] * (width - len(prompt)), *prompt) for prompt in prompts]
+    input_ids = torch.tensor(padded, device=device)  # (P, width); later (n, 1)
+    masks = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    mask = torch.tensor(masks, device=device)  # (P, width); later (n, tokens so far)
+    positions = (mask.cumsum(1) - 1).clamp(0)
+    sequences = nn.functional.pad(input_ids[prompt_of], (0, length))  # (N, width + T)
     outputs = {name: torch.zeros(len(queries), length, device=device) for name in ROLLOUT_OUTPUTS}
     processors = logits_processors(args, width, stop_ids, uniforms is not None, device)
     stops = torch.tensor(stop_ids, device=device)
@@ -739,8 +745,6 @@ def generate(
     finished = torch.zeros_like(running, dtype=torch.bool)  # (n,)
     finished_count = 0  # rows that have finished and are still in the batch
     cache = None
-    input_ids = sequences[:, :width]
-    positions = (mask.cumsum(1) - 1).clamp(0)
     for t in range(length):
         predicted = model(
             input_ids=input_ids,
@@ -752,16 +756,16 @@ def generate(
         )
         cache = predicted.past_key_values
         scores = predicted.logits[:, -1].float()  # (n, V)
+        if t == 0:  # from the prompts' rows to those of the responses
+            scores, mask, positions = (x[prompt_of] for x in (scores, mask, positions))
+            expand_cache(cache, torch.tensor(prompt_of, device=device))
         for process in processors:
             scores = process(sequences[running, : width + t], scores)
         token_logprobs = scores.log_softmax(-1)
         if uniforms is None:
             tokens = token_logprobs.argmax(-1, keepdim=True)  # (n, 1)
-        else:  # summed in float64: a float32 sum over 150,000 tokens would distort the rare ones
-            cdf = token_logprobs.exp().cumsum(-1, dtype=torch.float64)
-            tokens = torch.searchsorted(cdf, uniforms[running, t, None] * cdf[:, -1:], right=True)
-            # NaN logits give an index past the end; `Sampler.rollout` fails on them, after all rows.
-            tokens.clamp_(max=cdf.shape[1] - 1)
+        else:  # NaN logits give any token; `Sampler.rollout` fails on them, after all rows
+            tokens = invert_distribution(token_logprobs.exp(), uniforms[running, t, None])
         sequences[running, width + t] = tokens[:, 0]
         outputs["rollout_logprobs"][running, t] = token_logprobs.gather(1, tokens)[:, 0]
         ended = torch.isin(tokens[:, 0], stops) | (t + 1 == ends[running])

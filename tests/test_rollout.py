@@ -99,7 +99,7 @@ def draw(logits, numbers):
     """Tokens drawn for each row at position 0, and their log-probabilities."""
     args = Args(max_response_length=1)
     responses, values = listed(
-        generate(Fixed(logits), [[0]] * len(logits), numbers, [], args, never)
+        generate(Fixed(logits), [[i] for i in range(len(logits))], numbers, [], args, never)
     )
     logprobs = [logprob for value in values for logprob in value["rollout_logprobs"]]
     return torch.tensor([token for (token,) in responses]), torch.tensor(logprobs)

@@ -1,0 +1,62 @@
+"""The cache of the decode loop: keys and values of a response's tokens so far."""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import Cache
+from transformers.cache_utils import DynamicLayer
+
+ROOM = 128  # tokens that a layer has memory for beyond those that it holds, when it grows
+
+
+class RoomyLayer(DynamicLayer):
+    """A layer of transformers' cache whose memory has room for further tokens, in the format of the
+    matrix products.
+
+    Its base class copies all keys and values at every token. Under autocast it also keeps float32
+    keys, which rotary embeddings make, and attention casts all of them at every token.
+    """
+
+    def __init__(self, layer: DynamicLayer):
+        """Take over what a layer of the base class holds."""
+        super().__init__()
+        self.lazy_initialization(layer.keys, layer.values)
+        self.memory = [matmul_format(layer.keys), matmul_format(layer.values)]
+        self.keys, self.values = self.memory
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **options):
+        """Append the keys and values (n, heads, tokens, size) of further tokens; return all."""
+        begin = self.get_seq_length()
+        end = begin + key_states.shape[2]
+        if end > self.memory[0].shape[2]:
+            self.memory = [pad(x, (0, 0, 0, end - begin + ROOM)) for x in (self.keys, self.values)]
+        for memory, states in zip(self.memory, (key_states, value_states)):
+            memory[:, :, begin:end] = states
+        self.keys, self.values = (x[:, :, :end] for x in self.memory)
+        return self.keys, self.values
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Select rows; the next token makes room again."""
+        super().reorder_cache(beam_idx)
+        self.memory = [self.keys, self.values]
+
+
+def matmul_format(x: Tensor) -> Tensor:
+    """Return a tensor in the format to which autocast casts it for a matrix product."""
+    device = x.device.type
+    if x.dtype == torch.float32 and torch.is_autocast_enabled(device):
+        return x.to(torch.get_autocast_dtype(device))
+    return x
+
+
+def expand_cache(cache: Cache, prompts: Tensor) -> None:
+    """Make the cache of the prompts that of their responses, in place: row i becomes that of prompt
+    prompts[i].
+
+    Layers of full attention get room for the responses; those of other types (sliding windows,
+    recurrent states) stay what they are.
+    """
+    cache.layers = [
+        RoomyLayer(x) if type(x) is DynamicLayer and x.is_initialized else x for x in cache.layers
+    ]
+    cache.reorder_cache(prompts)
