@@ -9,9 +9,12 @@ import functools
 import random
 import zlib
 
+from assets.instructions import instructions  # noqa: F401
+
 BUILT_IN = {  # rows of each split
     "arithmetic": {"train": 20_000, "test": 1_000},
     "arithmetic_pairs": {"train": 20_000, "test": 1_000},
+    "instructions": {"train": 4_000, "test": 120},
     "reasoning_gym": {"train": 5_000, "test": 500},
 }
 

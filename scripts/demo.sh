@@ -1,11 +1,14 @@
 #!/usr/bin/env bash
-# Trains a bundled tiny model on a CPU, in a few minutes; installs what is missing first.
+# Trains a small model on a CPU; installs what is missing first. The bundled tiny model takes a few minutes:
 #   bash scripts/demo.sh                     3-digit addition by GRPO
 #   bash scripts/demo.sh ppo                 or rloo, or reward_model
 #   bash scripts/demo.sh distill             trains a teacher on worked solutions, and then its student
 #   bash scripts/demo.sh environment         a game of several turns by GRPO; or environment-ppo, environment-rloo
 #   bash scripts/demo.sh agent               the same game by a program that asks through OpenAI's API; requires vLLM
 #   bash scripts/demo.sh grpo --seed 2       with other flags; they override the ones below
+# A pretrained model, SmolLM2-135M-Instruct (a download of 93 MB), takes 25 minutes on two cores with bf16:
+#   bash scripts/demo.sh smollm2             instructions whose fulfilment a program checks, by GRPO
+#   bash scripts/demo.sh smollm2-rloo        or smollm2-ppo; smollm2-distill TEACHER, smollm2-reward_model
 set -euo pipefail
 cd "$(dirname "$0")/.."
 demo=${1:-grpo}

@@ -15,10 +15,10 @@ from pathlib import Path
 from conftest import ROOT
 
 SCRIPTS = {
-    "grpo": 5_700,
-    "rloo": 5_600,
-    "ppo": 7_400,
-    "distill": 4_000,
+    "grpo": 5_900,
+    "rloo": 5_800,
+    "ppo": 7_700,
+    "distill": 3_800,
     "reward_model": 2_900,
     "utils": 3_300,
 }
@@ -81,14 +81,14 @@ def table() -> dict[str, tuple[int, int]]:
     plumbing = [path for path in ROOT.glob("plumbing/**/*.py") if path.read_text()]
     everything = ("*.py", "plumbing/**/*.py", "scripts/**/*.py", "assets/**/*.py")
     rows = {
-        "Python outside tests, tokens": (tokens(*everything), 82_000),
-        "plumbing/, tokens": (tokens("plumbing/**/*.py"), 45_500),
+        "Python outside tests, tokens": (tokens(*everything), 84_500),
+        "plumbing/, tokens": (tokens("plumbing/**/*.py"), 47_000),
         "plumbing/, files": (len(plumbing), 40),
         "plumbing/, files outside of its folders": (
             sum(path.parent.name == "plumbing" for path in plumbing),
             3,
         ),
-        "tests/, tokens": (tokens("tests/**/*.py"), 128_000),
+        "tests/, tokens": (tokens("tests/**/*.py"), 135_000),
         "web files of the report, lines": (
             lines(*(f"assets/report/*.{end}" for end in ("js", "css", "html"))),
             500,

@@ -511,7 +511,9 @@ def invert_distribution(weights: Tensor, uniforms: Tensor) -> Tensor:
     # NaN weights would give an index past the end, here and below.
     block = torch.searchsorted(ends, goal, right=True).clamp_(max=ends.shape[1] - 1)
     begin = pad(ends, (1, 0)).gather(1, block)
-    inside = blocks[torch.arange(len(blocks)), block[:, 0]].cumsum(-1, dtype=torch.float64)
+    inside = blocks[torch.arange(len(blocks), device=blocks.device), block[:, 0]].cumsum(
+        -1, dtype=torch.float64
+    )
     # This sum of the block may differ from the one above by rounding.
     goal = torch.minimum(goal - begin, inside[:, -1:].nextafter(torch.zeros_like(goal)))
     token = block * BLOCK + torch.searchsorted(inside, goal, right=True)
