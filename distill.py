@@ -499,7 +499,13 @@ def main(args: Args) -> None:
         if total["compared"] > 0:  # not where the first mini-batch is the data set's
             metrics |= evaluation.mismatch_metrics(total, step, batch)
         samples = evaluation.sample_rows(batch, args.log_samples)
-        run.finish_step(metrics, samples, experience.sampled_tokens, **experience.state)
+        run.finish_step(
+            metrics,
+            samples,
+            experience.sampled_tokens,
+            batch.trained_tokens,
+            **experience.state,
+        )
     run.finish()
 
 

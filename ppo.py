@@ -1137,7 +1137,13 @@ def main(args: Args) -> None:
                 kl_coef, mean_kl, args.kl_target, len(trained), args.kl_horizon
             )
         samples = evaluation.sample_rows(batch, args.log_samples)
-        run.finish_step(metrics, samples, experience.sampled_tokens, **experience.state)
+        run.finish_step(
+            metrics,
+            samples,
+            experience.sampled_tokens,
+            batch.trained_tokens,
+            **experience.state,
+        )
     run.finish()
 
 

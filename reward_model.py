@@ -422,12 +422,8 @@ def main(args: Args) -> None:
             **optimizer.metrics(),
         }
         samples = sample_pairs(batch[: args.log_samples], scores)
-        run.finish_step(
-            metrics,
-            samples,
-            sum(len(pair[side]) for pair in batch for side in SIDES),
-            position=position,
-        )
+        tokens = sum(len(pair[side]) for pair in batch for side in SIDES)
+        run.finish_step(metrics, samples, tokens, tokens, position=position)
     if (
         not eval_pairs
         and evaluate(take_prompts(pairs, 0, min(1000, len(pairs)), args.seed)) is None

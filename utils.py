@@ -486,14 +486,12 @@ def memory_gb(device: torch.device) -> float:
 class Clock:
     """Seconds and peak memory of the phases of a step."""
 
-    def __init__(self, world: World, seconds_before: float, parameters: int):
+    def __init__(self, world: World, seconds_before: float):
         """
         Args:
-            seconds_before: of the run before it was resumed. parameters: of the model that trains.
+            seconds_before: of the run before it was resumed.
         """
         self.device = world.device
-        self.ranks = world.size
-        self.parameters = parameters
         self.start_time = time.perf_counter() - seconds_before
         self.phase = ""
         self.last = 0.0  # when it began
@@ -530,19 +528,15 @@ class Clock:
         """End the step; return the seconds of its phases, its speed and its peak memory.
 
         Args:
-            tokens: of the step's sequences, prompts included, over all ranks. The model FLOPs
-                utilisation (perf/mfu) counts 6 FLOPs per parameter and token, those of training; NaN
-                where the device's peak is not known.
+            tokens: of the step's sequences, prompts included, over all ranks.
         """
         times = self.times()
         step = sum(times.values())
-        flops = 6 * self.parameters * tokens / self.ranks
         return {
             **times,
             "time/step": step,
             "time/from_scratch": self.total(),
             "perf/tokens_per_second": tokens / step,
-            "perf/mfu": flops / step / peak_flops(self.device),
             "perf/peak_memory_gb": self.peak_memory_gb,
         }
 
@@ -583,23 +577,3 @@ class Sums:
                 values = reduce(torch.hstack([*tensors.values()])).tolist()
                 totals.update((prefix + name, x) for name, x in zip(tensors, values))
         return totals
-
-
-def peak_flops(device: torch.device) -> float:
-    """Return the dense bf16 FLOP/s of the GPU by its data sheet; NaN where it is not known, as on a
-    CPU.
-    """
-    sheet = {  # TFLOP/s
-        "H100": 989,
-        "H200": 989,
-        "H800": 989,
-        "B200": 2250,
-        "A100": 312,
-        "A800": 312,
-        "L40S": 362,
-        "A10": 125,
-        "4090": 165,
-        "3090": 71,
-    }
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return next((teraflops * 1e12 for key, teraflops in sheet.items() if key in name), math.nan)

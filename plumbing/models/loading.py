@@ -53,6 +53,7 @@ FORMATS = {
 }
 
 
+@functools.cache  # warns once
 def precision(name: str, device: torch.device) -> Precision:
     """Return the number formats of --precision `name`."""
     if name == "auto":

@@ -24,6 +24,7 @@ from plumbing.data.mixture import take_prompts
 from plumbing.data.rows import Row
 from plumbing.models.sharding import model_device, unsharded
 from plumbing.rewards.sources import RewardSources, Scoring, is_scored_by, reward_weights
+from plumbing.run.speed import Decoding
 
 if TYPE_CHECKING:  # imported where a flag asks for them
     from plumbing.rollout.vllm_engine import VllmSampling
@@ -83,6 +84,7 @@ class Sampler:
     interrupted: Callable[[], bool]  # whether this rank was asked to save and exit
     world: utils.World  # of the rollout, see `utils.World.rollout_world`
     autocast: Callable  # returns the context to compute in
+    decoding: Decoding  # measures `generate`
 
     @property
     def correction(self) -> str:
@@ -98,7 +100,7 @@ class Sampler:
         """
         waited = self.reward_sources.waited
         self.reward_sources.waited = 0.0
-        return {"time/reward": waited, **(self.engine.metrics() if self.engine else {})}
+        return {"time/reward": waited, **(self.engine or self.decoding).metrics()}
 
     def rollout(self, rows: list[Row], samples: int, key: tuple) -> "Batch | None":
         """Sample and score responses to some prompts, spread over the ranks.
@@ -233,12 +235,13 @@ class Sampler:
                 numbers,
                 self.stop_ids,
                 self.args,
-                self.interrupted,
+                self.decoding.timed(self.interrupted),
                 limits,
                 stop_strings,
             )
-            for place, *response in sampled:
-                yield start + place, *response
+            for place, response, outputs in sampled:
+                self.decoding.ended(queries[start + place], response)
+                yield start + place, response, outputs
 
 
 @dataclass
@@ -256,6 +259,7 @@ class Batch:
     # (N, T) each, 0 after a response's end; "response_mask" (bool): what was sampled
     tokens: dict[str, Tensor]
     scores: Tensor  # (N,), what a response is trained with; NaN for one that is left out
+    trained_tokens: int = 0  # of the updates, prompts included, over all ranks
 
     @staticmethod
     def from_samples(samples: list[Sample], device: torch.device) -> "Batch":
@@ -327,6 +331,8 @@ class Batch:
             the inputs of a model (input_ids, response_mask: (n, L)), the slices (n, T) of `tokens`,
             where T is the longest response of the micro-batch, and whether it is the last one.
         """
+        own = self.lengths
+        self.trained_tokens += sum(own[i] for i in chosen)
         lengths = self.padded_lengths
         cuts = utils.micro_batches([lengths[i] for i in chosen], token_budget, world)
         for number, cut in enumerate(cuts, 1):

@@ -17,6 +17,7 @@ import torch
 from plumbing.data.rows import Row
 from plumbing.models.loading import Precision, check_decodes
 from plumbing.rollout.batch import Experience, Sampler
+from plumbing.run.speed import Decoding
 from utils import World, fail
 
 if TYPE_CHECKING:  # imported where a flag asks for them, or by the script
@@ -77,6 +78,7 @@ def load_sampler(
         world=world,
         interrupted=lambda: run.interrupt.requested,
         autocast=precision.autocast,
+        decoding=Decoding(parts["model"], precision),
         **parts,
     )
 

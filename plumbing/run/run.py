@@ -10,7 +10,8 @@ from torch.distributed.tensor import DTensor
 
 import utils
 from plumbing.data.cache import LISTS, column
-from plumbing.run import checkpoints, ranks, resume
+from plumbing.models import loading
+from plumbing.run import checkpoints, ranks, resume, speed
 from plumbing.run.log import RunLog, as_logged, check_track
 
 
@@ -81,7 +82,9 @@ class Run:
             resume.open_folder, self.origin, self.args, self.script, self.world.size, step
         )
         self.log = RunLog(self.folder, self.origin.run_id, self.args, self.world, total_steps, step)
-        self.clock = utils.Clock(self.world, self.state["seconds"], models[""].num_parameters())
+        dtype = loading.precision(self.args.precision, self.world.device).frozen_dtype
+        self.product_flops = speed.product_flops(self.world.device, dtype)
+        self.clock = utils.Clock(self.world, self.state["seconds"])
         for optimizer in optimizers.values():
             optimizer.adam.register_step_pre_hook(lambda *_: self.state.update(whole=False))
         ranks.on_error = self.rescue
@@ -197,16 +200,21 @@ class Run:
         self.clock.begin(name)
         self.log.phase(name)
 
-    def finish_step(self, metrics: dict, samples: list[dict], tokens: int, **state) -> None:
+    def finish_step(
+        self, metrics: dict, samples: list[dict], tokens: int, trained_tokens: int, **state
+    ) -> None:
         """End a step.
 
         Args:
             metrics: to be logged with those of the clock and of an evaluation. samples: rows for
                 samples.jsonl.
-            tokens: of the step's sequences, over all ranks. state: entries of `self.state` for the
-                next step.
+            tokens: of the step's sequences, over all ranks. trained_tokens: of those that its updates
+                read, a sequence once for each.
+            state: entries of `self.state` for the next step.
         """
         metrics = metrics | self.clock.metrics(tokens)
+        flops = 6 * self.models[""].num_parameters() * trained_tokens / self.world.size
+        metrics["perf/mfu"] = flops / metrics["time/training"] / self.product_flops
         self.state.update(
             step=self.state["step"] + 1, metrics=metrics, results={}, evaluated=False, **state
         )

@@ -1,0 +1,101 @@
+"""How fast this machine multiplies matrices and reads memory, measured once, and what the decode loop
+reaches of it.
+"""
+
+import functools
+import time
+from typing import Callable
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from plumbing.models.loading import Precision
+
+
+def fastest(work: Callable, device: torch.device) -> float:
+    """Return the seconds of the fastest of four calls; a GPU makes each ten times."""
+    repeats = 10 if device.type == "cuda" else 1
+    seconds = []
+    for _ in range(4):  # the first one loads the kernel
+        begin = time.perf_counter()
+        for _ in range(repeats):
+            work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append((time.perf_counter() - begin) / repeats)
+    return min(seconds)
+
+
+@functools.cache
+def product_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the FLOP/s of a product of two matrices of 4096^2 numbers, with this process's threads.
+
+    On a CPU they have 1024^2 numbers, which takes less than half a second.
+    """
+    size = 4096 if device.type == "cuda" else 1024
+    # Random, as a GPU needs less power for equal numbers; those of the run do not change.
+    numbers = torch.Generator(device).manual_seed(0)
+    matrix = torch.randn(size, size, generator=numbers, device=device).to(dtype)
+    return 2 * size**3 / fastest(lambda: matrix @ matrix, device)
+
+
+class Decoding:
+    """Measures the decode loop: its ms per token, and how long its reads of weights and KV cache
+    take at least.
+    """
+
+    def __init__(self, model: torch.nn.Module, precision: Precision):
+        """Measure the memory's bandwidth: the sum of the model's largest weight."""
+        largest = max(model.parameters(), key=torch.Tensor.numel).detach()
+        local = largest.to_local() if isinstance(largest, DTensor) else largest
+        self.bandwidth = local.nbytes / fastest(local.sum, local.device)  # bytes per second
+        size = precision.frozen_dtype.itemsize
+        self.weights = size * sum(p.numel() for p in model.parameters())  # bytes
+        config = model.config.get_text_config()
+        heads = config.num_attention_heads
+        width = getattr(config, "head_dim", None) or config.hidden_size // heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        self.per_token = (
+            size * 2 * config.num_hidden_layers * kv_heads * width
+        )  # bytes of the cache
+        self.reset()
+
+    def reset(self) -> None:
+        self.seconds = 0.0
+        self.steps = self.cached = 0  # forward passes, and tokens of the cache that they read
+
+    def timed(self, interrupted: Callable) -> Callable:
+        """Return `interrupted` for a decode loop, which calls it after each token but the last: the
+        time between two calls is that of a forward pass, without that of the prompts.
+        """
+        last = None
+
+        def call() -> bool:
+            nonlocal last
+            now = time.perf_counter()
+            if last is not None:
+                self.seconds += now - last
+                self.steps += 1
+            last = now
+            return interrupted()
+
+        return call
+
+    def ended(self, query: list[int], response: list[int]) -> None:
+        """Count what the forward passes of a response have read of the cache."""
+        passes = len(response) - 1
+        self.cached += passes * len(query) + passes * (passes + 1) // 2
+
+    def metrics(self) -> dict[str, float]:
+        """Return the ms per token since the last call, and their lower bound; nothing if there were
+        none.
+        """
+        if not self.steps:
+            return {}
+        size = self.weights + self.per_token * self.cached / self.steps
+        result = {
+            "perf/decode_ms_per_token": 1e3 * self.seconds / self.steps,
+            "perf/decode_ms_bound": 1e3 * size / self.bandwidth,
+        }
+        self.reset()
+        return result
