@@ -15,13 +15,15 @@ import json
 import math
 import os
 import platform
+import subprocess
+import sys
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Callable
+from typing import Callable, Sequence
 
 import datasets
 import numpy as np
@@ -50,8 +52,6 @@ TINY = os.path.join(utils.ROOT, "assets/tiny")
 GPU = torch.cuda.is_available()
 # Shapes of models, flags of grpo.py, metrics.
 TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
-LENGTH = 1024 if GPU else 128  # tokens of a response
-FLAGS = TABLE["flags"] | {"min_response_length": LENGTH, "max_response_length": LENGTH}
 METRICS = TABLE["metrics"]
 WARM_UP = 2  # first steps of a run, which do not count
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -64,7 +64,7 @@ def run_trl(flags: dict) -> list[dict]:
     args = grpo.Args(**flags)
     train_rows = datasets.Dataset.from_list(tasks.arithmetic("", "train", 20_000))
     held_out = datasets.Dataset.from_list(tasks.arithmetic("", "test", args.eval_prompts))
-    clock = utils.Clock(utils.World(0, 1, torch.device("cpu")), 0.0, 0)
+    clock = utils.Clock(utils.World(0, 1, torch.device("cpu")), 0.0)
     steps = []
 
     class Trainer(trl.GRPOTrainer):
@@ -78,7 +78,7 @@ def run_trl(flags: dict) -> list[dict]:
 
     class Callback(transformers.TrainerCallback):
         def on_step_end(self, *given, **named):
-            steps.append(clock.metrics(math.nan))
+            steps.append(clock.metrics(0))
 
         def on_evaluate(self, *given, metrics, **named):
             steps[-1]["eval/accuracy"] = metrics["eval_reward"]
@@ -101,13 +101,16 @@ def run_trl(flags: dict) -> list[dict]:
     return steps
 
 
-def measure(kind: str, flags: dict) -> pandas.DataFrame:
-    """Return the steps of "TRL", or of "grpo.py" with further flags."""
+def measure(kind: str, flags: dict) -> None:
+    """Run "TRL", or "grpo.py" with further flags; its steps are in metrics.jsonl of its folder."""
     if kind == "TRL":
-        return pandas.DataFrame(run_trl(flags))
+        folder = os.path.join(flags["output_dir"], flags["run_name"])
+        os.makedirs(folder)
+        steps = pandas.DataFrame(run_trl(flags))
+        steps.to_json(f"{folder}/metrics.jsonl", orient="records", lines=True)
+        return
     _, *further = kind.split()
     grpo.main(tyro.cli(grpo.Args, args=further, default=grpo.Args(**flags)))
-    return pandas.DataFrame(read_log(os.path.join(flags["output_dir"], flags["run_name"])))
 
 
 def medians(steps: pandas.DataFrame) -> pandas.Series:
@@ -123,30 +126,58 @@ def random_model(shape: str, folder: str) -> str:
     """Save a random Qwen2 with the tokenizer of assets/tiny; return the folder."""
     torch.manual_seed(0)
     config = transformers.Qwen2Config(**TABLE["shapes"][shape])
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(
+        folder
+    )
     transformers.AutoTokenizer.from_pretrained(TINY).save_pretrained(folder)
     return folder
 
 
-def compare(flags: dict, kinds: list[str], rounds: int) -> dict[tuple, pandas.DataFrame]:
-    """Return what `measure` returns, by (kind, round).
+def compare(cases: dict[str, dict], kinds: list[str], rounds: int, minutes: float) -> tuple:
+    """Run each kind on each case in turns, in processes of their own, until the minutes are over;
+    print the medians of each at once.
 
     Args:
-        flags: of grpo.py, for all kinds; a round is its seed.
+        cases: flags of grpo.py by name; a round is their seed.
+    Returns:
+        {case: {(kind, round): steps}}, without those that have no step that counts, and the names
+        of those that failed.
     """
-    runs = {}
+    runs: dict[str, dict] = {case: {} for case in cases}
+    failed = []
     os.environ |= ENVIRONMENT
-    with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as process:
-        for seed, kind in tqdm([*itertools.product(range(1, rounds + 1), kinds)]):
-            run = {**flags, "run_name": f"{kind} {seed}", "seed": seed}
-            runs[kind, seed] = process.submit(measure, kind, run).result()
-    return runs
+    end = time.monotonic() + 60 * minutes
+    for seed, case, kind in itertools.product(range(1, rounds + 1), cases, kinds):
+        if (left := end - time.monotonic()) <= 0:
+            break
+        name = f"{case}, {kind}, round {seed}"
+        flags = {**cases[case], "run_name": name, "seed": seed}
+        process = get_context("spawn").Process(target=measure, args=(kind, flags))
+        process.start()
+        process.join(left)
+        code = process.exitcode
+        if code is None:
+            process.kill()
+            process.join()
+        steps = pandas.DataFrame(read_log(os.path.join(flags["output_dir"], name)))
+        if code:
+            failed.append(name)
+            print(f"{name}: FAILED, exit code {code}", flush=True)
+        elif steps.reindex(columns=["time/step"]).count().item() <= WARM_UP:
+            print(f"{name}: no number, as the time was over", flush=True)
+        else:
+            runs[case][kind, seed] = steps
+            numbers = medians(steps).dropna().map("{:.4g}".format)
+            print(f"{name}:", ", ".join(f"{n} {x}" for n, x in numbers.items()), flush=True)
+    return runs, failed
 
 
 def table(runs: dict[tuple, pandas.DataFrame]) -> str:
     """Return medians over the rounds, and the median, lowest and highest ratio to the first kind,
     in a round.
     """
+    if not runs:
+        return "no number"
     rows = pandas.DataFrame({key: medians(steps) for key, steps in runs.items()}).T
     rows = rows.dropna(axis=1)
     base = rows.index[0][0]
@@ -259,36 +290,67 @@ def scale(output: str = "") -> None:
     report("Scale", frame.to_string(index=False, float_format="{:.4g}".format), output)
 
 
-def report(title: str, text: str, output: str) -> None:
-    """Print what was measured, and where; write it to a Markdown file if there is a name for it."""
+def report(title: str, text: str, output: str, failed: Sequence[str] = ()) -> None:
+    """Print what was measured, and where; write it to a Markdown file if there is a name for it; exit
+    with code 1 if some processes failed.
+    """
     cores = f"{platform.machine()}, {os.cpu_count()} cores"
     device = torch.cuda.get_device_name() if GPU else cores
     text = f"# {title}\n\n{device}, torch {torch.__version__}\n\n```\n{text}\n```\n"
     print(text)
     if output:
         Path(output).write_text(text)
+    if failed:
+        sys.exit(f"failed: {'; '.join(failed)}")
+
+
+def predict(flags: dict) -> subprocess.Popen:
+    """Start scripts/memory.py with flags of grpo.py. It follows no rollout of transformers' model:
+    it gets a vLLM with next to no cache.
+    """
+    config = Path(flags["model"], "flags.yaml")
+    config.write_text(yaml.safe_dump({**flags, "rollout_backend": "auto", "kv_cache_gb": 0.001}))
+    command = "scripts/memory.py grpo --no-advice --config".split()
+    return subprocess.Popen(
+        [sys.executable, *command, config], cwd=utils.ROOT, stdout=subprocess.PIPE, text=True
+    )
 
 
 def step(
-    shape: str = "0.5b" if GPU else "39m",
+    shape: tuple[str, ...] = ("0.5b", "1.5b") if GPU else ("39m",),
     rounds: int = 3,
     variants: tuple[str, ...] = (),
+    length: int = 256 if GPU else 128,
+    minutes: float = 30.0,
     output: str = "",
 ) -> None:
     """Time rollouts, log-probs and updates (forward, backward, AdamW) of random weights.
 
     Args:
-        shape: of the model: 10m, 39m, 0.5b or 1.5b.
-        rounds: processes of each kind, in turns.
+        shape: of the models: 10m, 39m, 0.5b or 1.5b.
+        rounds: processes of each kind and shape, in turns.
         variants: flags of grpo.py to time beside its defaults, without the first two dashes, such as
             "attention sdpa".
+        length: tokens of a response.
+        minutes: after which no process runs any more; what is measured by then is reported.
         output: Markdown file to write.
     """
     kinds = ["grpo.py", *(f"grpo.py --{flags}" for flags in variants)]
+    lengths = {"min_response_length": length, "max_response_length": length}
+    # One micro-batch of 16 responses with their prompts.
+    flags = {**TABLE["flags"], **lengths, "micro_batch_tokens": 16 * (length + 16)}
     with tempfile.TemporaryDirectory() as folder:
-        flags = {**FLAGS, "model": random_model(shape, f"{folder}/model"), "output_dir": folder}
-        runs = compare(flags, kinds, rounds)
-    report(f"{shape}, {rounds} rounds", table(runs), output)
+        cases = {
+            name: {**flags, "model": random_model(name, f"{folder}/{name}"), "output_dir": folder}
+            for name in shape
+        }
+        predictions = {name: predict(flags) for name, flags in cases.items()}
+        runs, failed = compare(cases, kinds, rounds, minutes)
+        text = ""
+        for name, prediction in predictions.items():
+            memory = prediction.communicate()[0]
+            text += f"{name}\n{table(runs[name])}\n\nscripts/memory.py, bf16\n{memory}\n"
+    report("Steps", text, output, failed)
 
 
 def trl(rounds: int = 3, steps: int = 60, output: str = "", picture: str = "") -> None:
@@ -303,7 +365,8 @@ def trl(rounds: int = 3, steps: int = 60, output: str = "", picture: str = "") -
     with tempfile.TemporaryDirectory() as folder:
         total = {"total_episodes": steps * TABLE["demo"]["mini_batch_size"]}
         flags = {**TABLE["demo"], **total, "model": TINY, "output_dir": folder}
-        runs = compare(flags, ["TRL", "grpo.py"], rounds)
+        runs, failed = compare({"demo": flags}, ["TRL", "grpo.py"], rounds, 1e3)
+        runs = runs["demo"]
     report(f"GRPO by TRL and by grpo.py, {rounds} rounds of {steps} steps", table(runs), output)
     if picture:
         figure = Figure(figsize=(7, 3), layout="constrained")

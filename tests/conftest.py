@@ -48,6 +48,7 @@ def pytest_addoption(parser):
         action="store_true",
         help="the campaign of faults in its longer form (tests/faults)",
     )
+    parser.addoption("--device", help="where tests/test_equations.py computes, such as cuda")
 
 
 @pytest.fixture(scope="session")

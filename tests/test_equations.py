@@ -35,8 +35,15 @@ from plumbing.rollout.batch import Batch, Sample
 
 NAN = math.nan
 INF = math.inf
-CPU = torch.device("cpu")
 quick = settings(max_examples=60, deadline=None, derandomize=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def device(request):
+    """That of --device, on which every tensor is made."""
+    torch.set_default_device(request.config.getoption("--device"))
+    yield
+    torch.set_default_device(None)
 
 
 def double(*rows):
@@ -175,7 +182,7 @@ def test_gdpo_by_loops(weights):
         )
         for i, (n, *scores) in enumerate(zip(lengths, *sources))
     ]
-    batch = Batch.from_samples(samples, CPU)
+    batch = Batch.from_samples(samples, torch.get_default_device())
     sums = weighted_sum(batch.reward_components, args)
     batch.scores = grpo.final_scores(sums, batch.response_lengths, batch.stopped, args)
     final = lambda x, n: (x if n < 10 else -1.0) - max(0, n - 6) / 4
@@ -450,7 +457,8 @@ def test_weight_decay_is_for_matrices():
 )
 def test_micro_batches(lengths, budget, size):
     cuts = [
-        utils.micro_batches(lengths, budget, utils.World(rank, size, CPU)) for rank in range(size)
+        utils.micro_batches(lengths, budget, utils.World(rank, size, torch.device("cpu")))
+        for rank in range(size)
     ]
     # each row once
     assert sorted(i for cut in cuts for rows in cut for i in rows) == list(range(len(lengths)))
@@ -473,7 +481,8 @@ def test_micro_batches_have_the_least_padding(lengths, budget, size):
     longest = sorted(lengths, reverse=True)[::size][:9]
     lengths = sorted(lengths, reverse=True)[: size * len(longest)]
     cuts = [
-        utils.micro_batches(lengths, budget, utils.World(rank, size, CPU)) for rank in range(size)
+        utils.micro_batches(lengths, budget, utils.World(rank, size, torch.device("cpu")))
+        for rank in range(size)
     ]
     padded = lambda parts: sum(len(part) * part[0] + utils.PASS_TOKENS for part in parts)
     cost = padded([[lengths[i] for i in rows] for rows in cuts[0]])

@@ -17,6 +17,7 @@ from typing import get_args
 import conftest  # noqa: F401
 import helpers
 import pytest
+import torch
 from helpers import folder_of, metrics_of, read_lines, run_ranks
 from test_shard import exact_runs
 
@@ -31,12 +32,14 @@ WHOLE = (1, "none", 40, False)  # what they are compared with
 
 
 def cases(long: bool) -> list[tuple[str, str, str]]:
-    """Return (name, precision, cut) of each case."""
+    """Return (name, precision, cut) of each case; with GPUs those that have one for each rank."""
+    gpus = torch.cuda.device_count()
     return [
         (name, precision, cut)
         for name, (*_, in_float64, in_float32) in TRAINED.items()
         for precision, cuts in (("float64", in_float64), ("float32", in_float32))
         for cut in (cuts.replace(" ", "") if long else cuts.partition(" ")[0])
+        if not gpus or CUTS[cut][0] <= gpus
     ]
 
 
