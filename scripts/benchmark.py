@@ -12,7 +12,6 @@ over the processes of the median step, the first two left out.
 import asyncio
 import itertools
 import json
-import math
 import os
 import platform
 import subprocess
