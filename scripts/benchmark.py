@@ -326,7 +326,7 @@ def step(
     """Time rollouts, log-probs and updates (forward, backward, AdamW) of random weights.
 
     Args:
-        shape: of the models: 10m, 39m, 0.5b or 1.5b.
+        shape: of the models: 10m, 39m, 135m, 0.5b or 1.5b.
         rounds: processes of each kind and shape, in turns.
         variants: flags of grpo.py to time beside its defaults, without the first two dashes, such as
             "attention sdpa".
