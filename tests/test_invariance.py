@@ -32,12 +32,17 @@ WHOLE = (1, "none", 40, False)  # what they are compared with
 
 
 def cases(long: bool) -> list[tuple[str, str, str]]:
-    """Return (name, precision, cut) of each case; with GPUs those that have one for each rank."""
+    """Return (name, precision, cut) of each case; with GPUs those that have one for each rank, all
+    of them in float32, too.
+    """
     gpus = torch.cuda.device_count()
     return [
         (name, precision, cut)
         for name, (*_, in_float64, in_float32) in TRAINED.items()
-        for precision, cuts in (("float64", in_float64), ("float32", in_float32))
+        for precision, cuts in (
+            ("float64", in_float64),
+            ("float32", in_float32 + in_float64 * (gpus > 0)),
+        )
         for cut in (cuts.replace(" ", "") if long else cuts.partition(" ")[0])
         if not gpus or CUTS[cut][0] <= gpus
     ]

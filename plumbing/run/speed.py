@@ -34,8 +34,8 @@ def product_flops(device: torch.device, dtype: torch.dtype) -> float:
     """
     size = 4096 if device.type == "cuda" else 1024
     # Random, as a GPU needs less power for equal numbers; those of the run do not change.
-    numbers = torch.Generator(device).manual_seed(0)
-    matrix = torch.randn(size, size, generator=numbers, device=device).to(dtype)
+    numbers = torch.Generator().manual_seed(0)
+    matrix = torch.randn(size, size, generator=numbers).to(device, dtype)
     return 2 * size**3 / fastest(lambda: matrix @ matrix, device)
 
 
