@@ -1,9 +1,16 @@
 """scripts/benchmark.py: a small run of what it measures, and what it makes of the numbers."""
 
+import time
+
 import benchmark
 import helpers
 import pandas
 import pytest
+import torch
+import transformers
+
+from plumbing.models import loading
+from plumbing.run.speed import Decoding
 
 FLAGS = benchmark.TABLE["flags"] | {
     "model": benchmark.TINY,
@@ -25,6 +32,41 @@ def test_processes(monkeypatch, tmp_path):
     assert [kind for kind, _ in runs["case"]] == kinds and not failed
     for steps in runs["case"].values():
         assert (benchmark.medians(steps) > 0).all() and steps["time/step"].count() == 3
+
+
+def test_what_fails_or_is_not_done_in_time(monkeypatch, tmp_path, capsys):
+    """The others are reported, and no process outlives the minutes."""
+    monkeypatch.setattr(benchmark, "get_context", lambda method: helpers._server())
+    case = FLAGS | {"output_dir": str(tmp_path)}
+    kinds = ["grpo.py --temperature 0", "grpo.py"]
+    runs, failed = benchmark.compare({"case": case}, kinds, 1, 10)
+    assert failed == ["case, grpo.py --temperature 0, round 1"] and len(runs["case"]) == 1
+    with pytest.raises(SystemExit, match="temperature 0"):
+        benchmark.report("Steps", benchmark.table(runs["case"]), "", failed)
+    begin = time.monotonic()
+    long = {"case": case | {"output_dir": str(tmp_path / "long"), "total_episodes": 80_000}}
+    assert benchmark.compare(long, kinds[1:] * 9, 1, 1 / 60)[0] == {"case": {}}
+    assert time.monotonic() - begin < 10 and "no number" in capsys.readouterr().out
+
+
+def test_what_the_decode_loop_reads(tmp_path):
+    """Of a model of two layers with a head of keys of 16 numbers; times by hand."""
+    folder = helpers.tiny_model(tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    for name, size in {"float64": 8, "bf16": 2}.items():
+        decoding = Decoding(model, loading.precision(name, torch.device("cpu")))
+        assert decoding.metrics() == {}
+        asked = decoding.timed(lambda: False)
+        for _ in range(6):  # tokens: five forward passes behind that of the prompts
+            time.sleep(0.01)
+            assert not asked()
+        decoding.ended([5] * 10, [6] * 6)  # reads 11, 12, 13, 14 and 15 tokens of the cache
+        decoding.ended([5], [6, 6])
+        read = size * (model.num_parameters() + 2 * 2 * 16 * (65 + 2) / 5)
+        found = decoding.metrics()
+        assert found["perf/decode_ms_bound"] == pytest.approx(1e3 * read / decoding.bandwidth)
+        assert 10 <= found["perf/decode_ms_per_token"] < 100
+        assert decoding.metrics() == {}
 
 
 def test_a_table_pairs_the_rounds():

@@ -21,11 +21,12 @@ import grpo
 import ppo
 import rloo
 import utils
-from plumbing.models.loading import load_model
+from plumbing.models.loading import load_model, precision
 from plumbing.rewards.sources import EpisodeSource, RewardSources
 from plumbing.rollout.batch import Sampler, forward_batch
 from plumbing.rollout.vllm_engine import VllmSampling
 from plumbing.run import evaluation
+from plumbing.run.speed import Decoding
 from plumbing.turns.conversations import (
     STOP_REASONS,
     Conversation,
@@ -254,6 +255,7 @@ def sampler_of(model, rewards, conversations, args) -> Sampler:
         never,
         WORLD,
         contextlib.nullcontext,
+        Decoding(model, precision("float64", WORLD.device)),
     )
 
 

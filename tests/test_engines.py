@@ -209,7 +209,7 @@ def test_when_rollouts_begin_and_weights_arrive(async_steps):
         sync=lambda model, step: happened.append(f"sync {step}"), sleep=lambda: None
     )
     args = types.SimpleNamespace(async_steps=async_steps, rollout_batch_size=5)
-    sampler = Sampler(*[None] * 9, world=None, autocast=None)
+    sampler = Sampler(*[None] * 9, world=None, autocast=None, decoding=None)
     sampler = dataclasses.replace(sampler, args=args, engine=engine)
     world = types.SimpleNamespace(device=torch.device("cpu"), rollout_world=lambda _: object())
     interrupt = types.SimpleNamespace(requested=False)

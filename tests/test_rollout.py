@@ -22,8 +22,10 @@ from transformers import DynamicCache, GenerationConfig
 
 import utils
 from grpo import Args, generate
+from plumbing.models.loading import precision
 from plumbing.rewards.sources import RewardSources
 from plumbing.rollout.batch import Batch, Sampler
+from plumbing.run.speed import Decoding
 
 FAMILIES = ["qwen2", "llama", "gemma", "gemma2", "gpt_neox", "gpt2"]
 F64 = torch.float64
@@ -267,9 +269,10 @@ def setting(load, tokenizer) -> tuple[Sampler, list[dict]]:
         {"query": q, "answer": i, "prompt": ""}
         for i, q in enumerate(queries_of([4, 9, 1, 6, 3], vocabulary))
     ]
+    model = load("qwen2", F64, vocab_size=vocabulary)
     sampler = Sampler(
         generate,
-        load("qwen2", F64, vocab_size=vocabulary),
+        model,
         None,
         tokenizer,
         stops,
@@ -279,6 +282,7 @@ def setting(load, tokenizer) -> tuple[Sampler, list[dict]]:
         never,
         utils.World(0, 1, CPU),
         contextlib.nullcontext,
+        Decoding(model, precision("float64", CPU)),
     )
     return sampler, rows
 

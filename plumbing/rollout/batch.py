@@ -229,19 +229,21 @@ class Sampler:
             part = slice(start, start + size)
             numbers = None if uniforms is None else uniforms[part]
             limits = lengths and lengths[part]
+            interrupted = self.decoding.timed(self.interrupted)
             sampled = self.generate(
                 self.model,
                 queries[part],
                 numbers,
                 self.stop_ids,
                 self.args,
-                self.decoding.timed(self.interrupted),
+                interrupted,
                 limits,
                 stop_strings,
             )
             for place, response, outputs in sampled:
                 self.decoding.ended(queries[start + place], response)
                 yield start + place, response, outputs
+            interrupted()  # the end of the last pass
 
 
 @dataclass

@@ -65,8 +65,8 @@ class Decoding:
         self.steps = self.cached = 0  # forward passes, and tokens of the cache that they read
 
     def timed(self, interrupted: Callable) -> Callable:
-        """Return `interrupted` for a decode loop, which calls it after each token but the last: the
-        time between two calls is that of a forward pass, without that of the prompts.
+        """Return `interrupted` for a decode loop, to be called after each token: the time between
+        two calls is that of a forward pass, and that of the prompts' pass is not measured.
         """
         last = None
 
