@@ -12,12 +12,14 @@ over the processes of the median step, the first two left out.
 import asyncio
 import itertools
 import json
+import math
 import os
 import platform
 import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -56,15 +58,28 @@ WARM_UP = 2  # first steps of a run, which do not count
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
+def parity(prompts: list[str], responses: list[str], **columns) -> list[float]:
+    """A reward that differs from response to response, whatever a model writes."""
+    return [zlib.crc32(response.encode()) % 2 for response in responses]
+
+
 def run_trl(flags: dict) -> list[dict]:
     """Train and evaluate the same by TRL's GRPOTrainer, in the micro-batches that suit it best."""
     import trl
 
     args = grpo.Args(**flags)
-    train_rows = datasets.Dataset.from_list(tasks.arithmetic("", "train", 20_000))
-    held_out = datasets.Dataset.from_list(tasks.arithmetic("", "test", args.eval_prompts))
+    if args.dataset == "arithmetic":
+        rows = tasks.arithmetic("", "train", 20_000)
+    else:  # chats: TRL renders their template, as grpo.py does
+        frame = pandas.read_json(args.dataset, lines=True)
+        rows = [{"prompt": [{"role": "user", "content": text}]} for text in frame["prompt"]]
     clock = utils.Clock(utils.World(0, 1, torch.device("cpu")), 0.0)
     steps = []
+
+    def reward(prompts, completions, **columns) -> list[float]:
+        if args.reward == ("gsm8k",):
+            return list(map(gsm8k, completions, columns["answer"]))
+        return parity(prompts, list(map(str, completions)))
 
     class Trainer(trl.GRPOTrainer):
         def _generate_and_score_completions(self, inputs):
@@ -77,11 +92,12 @@ def run_trl(flags: dict) -> list[dict]:
 
     class Callback(transformers.TrainerCallback):
         def on_step_end(self, *given, **named):
-            steps.append(clock.metrics(0))
+            steps.append(clock.metrics(math.nan))
 
         def on_evaluate(self, *given, metrics, **named):
             steps[-1]["eval/accuracy"] = metrics["eval_reward"]
 
+    size = min(TABLE["trl_micro_batch"], args.mini_batch_size)
     trainer = Trainer(
         model=transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32),
         args=trl.GRPOConfig(
@@ -89,10 +105,17 @@ def run_trl(flags: dict) -> list[dict]:
             output_dir=args.output_dir,
             seed=args.seed,
             max_steps=args.total_episodes // args.mini_batch_size,
+            per_device_train_batch_size=size,
+            gradient_accumulation_steps=args.mini_batch_size // size,
+            max_completion_length=args.max_response_length,
+            learning_rate=args.learning_rate,
+            bf16=args.precision == "bf16",
+            gradient_checkpointing=args.gradient_checkpointing,
+            eval_strategy="steps" if args.eval_every else "no",
         ),
-        reward_funcs=lambda completions, answer, **columns: list(map(gsm8k, completions, answer)),
-        train_dataset=train_rows,
-        eval_dataset=held_out,
+        reward_funcs=reward,
+        train_dataset=datasets.Dataset.from_list(rows),
+        eval_dataset=datasets.Dataset.from_list(tasks.arithmetic("", "test", args.eval_prompts)),
         processing_class=transformers.AutoTokenizer.from_pretrained(args.model),
         callbacks=[Callback()],
     )
@@ -125,9 +148,10 @@ def random_model(shape: str, folder: str) -> str:
     """Save a random Qwen2 with the tokenizer of assets/tiny; return the folder."""
     torch.manual_seed(0)
     config = transformers.Qwen2Config(**TABLE["shapes"][shape])
-    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(
-        folder
-    )
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    if shape == "long tail":  # each token is as likely as any other
+        model.lm_head.weight.data.zero_()
+    model.save_pretrained(folder)
     transformers.AutoTokenizer.from_pretrained(TINY).save_pretrained(folder)
     return folder
 
@@ -352,32 +376,89 @@ def step(
     report("Steps", text, output, failed)
 
 
-def trl(rounds: int = 3, steps: int = 60, output: str = "", picture: str = "") -> None:
-    """Time the demo's task by TRL and by grpo.py on the CPU: the same model, prompts, loss,
-    optimizer, reward and float32 arithmetic, no KL.
+def word_problems(count: int, path: str) -> str:
+    """Write prompts of the length of GSM8K's to a file of rows; return its path."""
+    random = utils.generator("word problems")
+    rows = []
+    for _ in range(count):
+        a, b, c, days = random.integers(2, 60, 4)
+        story = TABLE["story"].format(a=a, b=b, c=c, days=days, name=random.choice(TABLE["names"]))
+        sentences = story.split(". ")
+        rows.append({"prompt": ". ".join(sentences[random.integers(3) :])})
+    pandas.DataFrame(rows).to_json(path, orient="records", lines=True)
+    return path
+
+
+def trl(
+    work: tuple[str, ...] = ("demo",),
+    rounds: int = 3,
+    steps: int = 0,
+    model: str = "",
+    output: str = "",
+    picture: str = "",
+) -> None:
+    """Time GRPO by TRL and by grpo.py on the CPU: the same model, prompts, loss, optimizer, reward
+    and precision, no KL.
 
     Args:
-        rounds: processes of each, in turns. steps: of each.
+        work: demo (the demo's task), "long tail" (each token ends a response with probability 1/64),
+            "bf16" and "float32" (--model, 2 prompts x 8 responses of up to 64 tokens, the blocks
+            recomputed; grpo.py also with --compile).
+        rounds: processes of each, in turns. steps: of each; 0: those of benchmark.yaml.
+        model: folder of a chat model.
         output: Markdown file to write.
-        picture: PNG file to write: held-out accuracy over seconds of training.
+        picture: PNG file to write: held-out accuracy over seconds of training, or seconds per step.
     """
+    runs, failed, text = {}, [], ""
     with tempfile.TemporaryDirectory() as folder:
-        total = {"total_episodes": steps * TABLE["demo"]["mini_batch_size"]}
-        flags = {**TABLE["demo"], **total, "model": TINY, "output_dir": folder}
-        runs, failed = compare({"demo": flags}, ["TRL", "grpo.py"], rounds, 1e3)
-        runs = runs["demo"]
-    report(f"GRPO by TRL and by grpo.py, {rounds} rounds of {steps} steps", table(runs), output)
+        for name in work:
+            flags = {**TABLE["demo"], **TABLE["work"][name], "output_dir": f"{folder}/{name}"}
+            flags |= {"total_episodes": steps * flags["mini_batch_size"]} if steps else {}
+            kinds = ["TRL", "grpo.py"]
+            if name == "demo":
+                flags["model"] = TINY
+            elif name == "long tail":
+                flags["model"] = random_model(name, f"{folder}/model")
+            else:
+                flags["model"] = model
+                flags["dataset"] = word_problems(1000, f"{folder}/rows.jsonl")
+                kinds.append("grpo.py --compile")
+            if name != "demo":
+                flags["reward"] = (f"{__file__}:parity",)
+            results, failures = compare({name: flags}, kinds, rounds, 1e3)
+            runs |= results
+            failed += failures
+            text += f"{name}, {rounds} rounds\n{table(runs[name])}\n\n"
     if picture:
-        figure = Figure(figsize=(7, 3), layout="constrained")
-        axes = figure.subplots()
-        for (kind, number), run in runs.items():
-            curve = run.assign(seconds=run["time/step"].cumsum()).dropna(subset="eval/accuracy")
-            color = {"TRL": "tab:orange"}.get(kind, "tab:blue")
-            label = kind if number == 1 else None
-            axes.plot(curve["seconds"], curve["eval/accuracy"], ".-", color=color, label=label)
-        axes.set(xlabel="seconds of training, one CPU thread", ylabel="held-out accuracy")
-        axes.legend()
-        figure.savefig(picture, dpi=150)
+        draw(runs, picture)
+    report("GRPO by TRL and by grpo.py", text, output, failed)
+
+
+def draw(runs: dict[str, dict], picture: str) -> None:
+    """Draw held-out accuracy over seconds where runs have it, else the seconds of a step."""
+    figure = Figure(figsize=(7, 3), layout="constrained")
+    colors = {"TRL": "tab:orange", "grpo.py": "tab:blue"}
+    for axes, (name, of_name) in zip(figure.subplots(1, len(runs), squeeze=False)[0], runs.items()):
+        axes.set_title(name)
+        if any("eval/accuracy" in run for run in of_name.values()):
+            for (kind, number), run in of_name.items():
+                curve = run.assign(seconds=run["time/step"].cumsum()).dropna(subset="eval/accuracy")
+                label = kind if number == 1 else None
+                axes.plot(
+                    curve["seconds"], curve["eval/accuracy"], ".-", color=colors[kind], label=label
+                )
+            axes.set(xlabel="seconds of training, one CPU thread", ylabel="held-out accuracy")
+            axes.legend()
+            continue
+        frame = pandas.DataFrame({key: medians(steps) for key, steps in of_name.items()}).T
+        seconds = frame.groupby(level=0, sort=False)["step, s"].median()
+        bars = axes.bar(
+            seconds.index, seconds, color=[colors.get(x, "tab:green") for x in seconds.index]
+        )
+        axes.bar_label(bars, fmt="%.3g")
+        axes.set_ylabel("seconds per step, one CPU thread")
+        axes.tick_params(axis="x", labelrotation=20)
+    figure.savefig(picture, dpi=150)
 
 
 if __name__ == "__main__":
