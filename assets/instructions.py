@@ -30,13 +30,9 @@ TOPICS = (
     "spiders, spring, stones, a storm, summer, tea, teachers, a tiger, towers, trains, trees, a village, "
     "volcanoes, walking, water, whales, wind, winter, wolves"
 ).split(", ")
-WORDS = "river golden window quiet morning engine letter garden bright travel simple music".split()
-ENDINGS = (
-    "That is all I know.",
-    "Is there anything else I can help with?",
-    "Thank you for asking.",
-)
-LENGTHS = (20, 25, 30)  # the least number of words
+WORDS = "river golden window quiet morning people little garden bright travel simple music".split()
+ENDINGS = ("That is all.", "Any other questions?", "The end.")
+LENGTHS = (15, 20, 25)  # the least number of words
 
 
 def draw(kind: str, numbers: random.Random) -> tuple[str, str, dict]:
@@ -47,7 +43,6 @@ def draw(kind: str, numbers: random.Random) -> tuple[str, str, dict]:
     return {
         "no_comma": ("Do not use any commas.", "punctuation:no_comma", {}),
         "lowercase": ("Use only lowercase letters.", "change_case:english_lowercase", {}),
-        "capitals": ("Use only capital letters.", "change_case:english_capital", {}),
         "ending": (
             f"End your answer with exactly this sentence: {ending}",
             "startend:end_checker",
@@ -57,6 +52,11 @@ def draw(kind: str, numbers: random.Random) -> tuple[str, str, dict]:
             f"Use the words {first} and {second}.",
             "keywords:existence",
             {"keywords": [first, second]},
+        ),
+        "forbidden": (
+            f"Do not use the words {first} and {second}.",
+            "keywords:forbidden_words",
+            {"forbidden_words": [first, second]},
         ),
         "frequency": (
             f"Use the word {first} at least {count} times.",
@@ -97,7 +97,7 @@ def draw(kind: str, numbers: random.Random) -> tuple[str, str, dict]:
 
 
 KINDS = (
-    "no_comma lowercase capitals ending keywords frequency bullets title highlights postscript "
+    "no_comma lowercase ending keywords forbidden frequency bullets title highlights postscript "
     "placeholders quotation"
 ).split()
 UNSEEN = "frequency"  # the kind that no training prompt has

@@ -14,7 +14,7 @@ from assets.instructions import instructions  # noqa: F401
 BUILT_IN = {  # rows of each split
     "arithmetic": {"train": 20_000, "test": 1_000},
     "arithmetic_pairs": {"train": 20_000, "test": 1_000},
-    "instructions": {"train": 4_000, "test": 120},
+    "instructions": {"train": 4_000, "test": 100},
     "reasoning_gym": {"train": 5_000, "test": 500},
 }
 
