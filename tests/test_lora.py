@@ -3,6 +3,7 @@ and as an adapter. (What ranks and shards do to it: test_invariance.py; the roll
 weights: test_vllm.py.)
 """
 
+import json
 import os
 import shutil
 
@@ -33,6 +34,50 @@ def base(tmp_path_factory) -> dict:
 def logits_of(path) -> torch.Tensor:
     with torch.no_grad():
         return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)(IDS).logits
+
+
+def changed_folder(source: str, folder, dtype: torch.dtype) -> str:
+    """A model in another format than `helpers.tiny_model` saves."""
+    shutil.copytree(source, folder)
+    AutoModelForCausalLM.from_pretrained(source, dtype=dtype).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rank", [0, 3])
+def test_final_differs_by_what_was_trained(base, tmp_path, capsys, dtype, rank):
+    """In the format of the model's files, where the run computes in another one: untrained weights
+    are those of the files bit for bit, and a sum is rounded once. The line says how much that loses.
+    """
+    model = changed_folder(base["model"], tmp_path / "model", dtype)
+    flags = {"precision": "bf16", "lora_rank": rank, "learning_rate": 1e-4, "total_episodes": 8}
+    values = variant(base, tmp_path, model=model, **flags, save_every=1)
+    run_here(values)
+    final = folder_of(values) / "final"
+    start, saved = weights_of(model), weights_of(final)
+    assert json.loads((final / "config.json").read_text())["dtype"] == str(dtype)[6:]
+    assert {x.dtype for x in saved.values()} == {dtype}
+    if not rank:
+        trained = weights_of(folder_of(values) / "checkpoints/step_1")
+        assert all(torch.equal(saved[name], x.to(dtype)) for name, x in trained.items())
+        return
+    adapter = tensors_of(final / "adapter")
+    assert {x.dtype for x in adapter.values()} == {torch.float32}
+    lost = change = 0
+    for name, tensor in start.items():
+        keys = [key for key in adapter if f".{name.removesuffix('.weight')}.lora_" in key]
+        if not keys:
+            assert torch.equal(saved[name], tensor), name
+            continue
+        down, up = (adapter[key] for key in sorted(keys))
+        exact = tensor.double() + 2 * (up @ down)
+        assert torch.equal(saved[name], exact.to(dtype)), name
+        lost += (saved[name] - exact).square().sum()
+        change += (2 * (up @ down).double()).square().sum()
+    assert change and len(start) > len(adapter) // 2
+    share = (lost / change).sqrt().item()
+    assert (share > 0.3) == (dtype == torch.bfloat16)
+    assert f"rounding loses {share:.2g} of it" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("script", ["grpo", "rloo", "ppo"])

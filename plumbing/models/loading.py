@@ -210,7 +210,7 @@ def positions_of(name: str) -> float:
 
 
 def load_model(
-    flag: str, name: str, dtype: torch.dtype, device: torch.device, scalar: bool = False
+    flag: str, name: str, dtype: torch.dtype | str, device: torch.device, scalar: bool = False
 ) -> torch.nn.Module:
     """Return a pretrained model in evaluation mode, so without dropout (Ziegler et al. 2019, p. 3);
     exit with code 2 if its files lack weights.
@@ -221,6 +221,7 @@ def load_model(
 
     Args:
         flag: names the model in messages. name: folder or hub name.
+        dtype: of its weights; "auto" for that of its files.
         device: on "meta" the model has no weights, and only the configuration is read.
         scalar: whether to load it with a head of one output, see `load_scalar_model`, rather than
             of a vocabulary.

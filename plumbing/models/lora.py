@@ -71,8 +71,8 @@ def base_weights(model: torch.nn.Module) -> list[tuple]:
 
 @torch.no_grad()
 def merged(tensor: torch.Tensor, layer) -> torch.Tensor:
-    """Return one of `base_weights` as a full tensor, plus the product of its adapter; a collective
-    if it is sharded.
+    """Return one of `base_weights` as a full tensor, plus the product of its adapter, in float32 or
+    better; a collective if it is sharded.
 
     (peft would merge in place, and all weights at once.)
     """

@@ -15,9 +15,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from plumbing.models.loading import check_can_read, load_config
-from plumbing.models.lora import base_weights, merged
-from utils import Optimizer, World, exit_on_error, first_line
+from plumbing.models.loading import check_can_read, load_model
+from plumbing.models.lora import base_weights
+from utils import Optimizer, World, exit_on_error, first_line, full_tensor, say
 
 # dcp's, where `no_dist` asks for just that.
 warnings.filterwarnings("ignore", "torch.distributed is disabled")
@@ -82,19 +82,15 @@ def save_checkpoint(
 
 
 def save_final(folder: str, world: World, model, tokenizer, source: str) -> None:
-    """Save `final/`: the trained model in the number format of the model it came from. Changes
-    `model` in place.
+    """Save `final/`: the trained model in the number format of the model it came from.
 
-    A LoRA adapter is merged into it, and saved in `final/adapter/` by peft, too.
+    A LoRA adapter is merged into it, and saved as it is in `final/adapter/` by peft.
     """
-    model.to(load_config("--model", source).dtype or torch.float32)
 
     def write(path: str) -> None:
         if getattr(model, "peft_config", None):
             save_model(model, f"{path}/adapter", world)
-            save_merged(model, path, world)
-        else:
-            save_model(model, path, world)
+        save_like(source, model, path, world)
         world.on_main(tokenizer.save_pretrained, path)
 
     save_folder(f"{folder}/final", world, write)
@@ -111,17 +107,42 @@ def save_model(model, path: str, world: World) -> None:
     world.on_main(model.save_pretrained, path, state_dict=weights)
 
 
-def save_merged(model, path: str, world: World) -> None:
-    """Save a model folder with the adapter merged into the weights, which stay as they are."""
-    weights = {}
+@torch.no_grad()
+def save_like(source: str, model, path: str, world: World) -> None:
+    """Save a model folder that differs from that of the model `source` in what has trained alone.
+
+    An adapter's change d is added to the weights W of `source` in float64, and the sum is rounded
+    once, to the format of W; the printed line says how much of d that loses.
+    """
+    loaded: list = []  # on rank 0: sent to the others, it would be in memory twice
+    scalar = not model.can_generate()
+    world.on_main(
+        lambda: loaded.append(load_model("--model", source, "auto", torch.device("cpu"), scalar))
+    )
+    weights = loaded[0].state_dict() if world.main else {}
+    parameters = model.named_parameters(remove_duplicate=False)
+    trained = {name for name, parameter in parameters if parameter.requires_grad}
+    lost = change = 0.0  # sums of squares
     for name, tensor, layer in base_weights(model):
-        full = merged(tensor, layer)
-        weights[name] = full.cpu() if world.main else None
-    with torch.device("meta"):
-        plain = type(model)(model.config)
-    if model.can_generate():
-        plain.generation_config = model.generation_config
-    world.on_main(plain.save_pretrained, path, state_dict=weights)
+        if layer is None and name not in trained:
+            continue
+        new = full_tensor(layer.get_delta_weight("default") if layer else tensor)
+        if not world.main:
+            continue
+        new = new.cpu()
+        if layer:
+            change += new.double().square().sum().item()
+            new = weights[name].double() + new
+            lost += (new - weights[name].copy_(new)).square().sum().item()
+        weights[name].copy_(new)
+    if change:
+        say(
+            f"final/: the adapter's change d is merged into weights W in {loaded[0].dtype}: rounding loses "
+            f"{(lost / change) ** 0.5:.2g} of it, |saved - (W + d)| / |d|; final/adapter has all of it"
+        )
+    if world.main:
+        loaded[0].config = model.config  # reward_model.py writes to it
+    world.on_main(lambda: loaded[0].save_pretrained(path))
 
 
 def trained_state(model, optimizer: Optimizer) -> dict:

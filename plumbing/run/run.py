@@ -149,8 +149,6 @@ class Run:
 
     def finish(self) -> None:
         """Save the trained model in final/, and end the run."""
-        # Saved; `save_final` changes the number format.
-        self.state["whole"] = self.args.save_every > 0
         checkpoints.save_final(
             self.folder, self.world, self.models[""], self.tokenizer, self.args.model
         )
