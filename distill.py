@@ -95,7 +95,8 @@ class Args(
     learning_rate: PositiveFloat = 1e-5
     """Peak learning rate of AdamW."""
     system_prompt: str = ""
-    """System turn put before each prompt that has none; "" for none."""
+    """System turn put before each prompt that has none, also by the chat template that is saved; ""
+    adds none."""
 
     teacher: str = ""
     """Model to learn from: a causal language model's folder or hub name, with the vocabulary of

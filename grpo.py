@@ -119,8 +119,8 @@ class Args(
     learning_rate: PositiveFloat = 1e-6
     """Peak learning rate of AdamW."""
     system_prompt: str | None = None
-    """System turn put before each prompt that has none; "" for none; default: that of
-    SYSTEM_PROMPTS for the first source of --reward, else none."""
+    """System turn put before each prompt that has none, also by the chat template that is saved; ""
+    adds none. Default: that of SYSTEM_PROMPTS for the first source of --reward, else none."""
 
     loss: Literal["grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo", "sapo", "reinforce"] = "grpo"
     """Variant: fixes the token loss, and sets what --loss_aggregation, --advantage_scale,

@@ -103,8 +103,8 @@ class Args(
     learning_rate: PositiveFloat = 1e-6
     """Peak learning rate of AdamW."""
     system_prompt: str | None = None
-    """System turn put before each prompt that has none; "" for none; default: that of
-    SYSTEM_PROMPTS for the first source of --reward, else none."""
+    """System turn put before each prompt that has none, also by the chat template that is saved; ""
+    adds none. Default: that of SYSTEM_PROMPTS for the first source of --reward, else none."""
 
     value_model: str = ""
     """Where the critic starts: a reward model with its head, or a language model with a head of

@@ -73,7 +73,8 @@ class Args(cli.RunArgs, cli.ModelArgs, cli.OptimizerArgs):
     eval_pairs: NonNegativeInt = 1000
     """Pairs of an evaluation, the first ones of the evaluation set; 0 for all."""
     system_prompt: str = ""
-    """System turn put before each prompt that has none; "" for none."""
+    """System turn put before each prompt that has none, also by the chat template that is saved; ""
+    adds none."""
     max_length: PositiveInt = 1024
     """Most tokens of prompt and response together; longer pairs are left out, and counted."""
     passes: PositiveFloat = 1.0

@@ -17,7 +17,9 @@ Without --model it measures the model that the run began with.
 Write results.json and samples.jsonl (every response, as in a run's samples.jsonl) to
 OUTPUT_DIR/RUN_NAME. With n = --samples responses to each of P prompts, every number is a mean over
 prompts, and "se" its standard error, the standard deviation over prompts / sqrt(P)
-(arXiv:2411.00640, section 2.2):
+(arXiv:2411.00640, section 2.2), none where all prompts are alike. "low" and "high" are the 95 %
+interval of a share that P trials have (`wilson_interval`), which holds for few prompts and at 0 and
+1, too, and is wide for n > 1:
 1. avg@n: the share of the n responses that are correct, by the rule of training
    (`evaluation.correct_responses`): the first source of --reward that is not a model gave 1 or
    more, and the response stopped by itself. Responses without a score are left out, and counted.
@@ -37,7 +39,7 @@ set and its number among n: neither ranks nor --generation_batch_size change the
 """
 
 import json
-import os
+import math
 import types
 from dataclasses import asdict
 from pathlib import Path
@@ -86,8 +88,8 @@ class Args(
     max_response_length: PositiveInt = 1024
     """Maximum number of tokens of a response; of a conversation with its observations."""
     system_prompt: str | None = None
-    """System turn put before each prompt that has none; "" for none; default: that of
-    SYSTEM_PROMPTS for the first source of --reward, else none."""
+    """System turn put before each prompt that has none; "" adds none. Default: that of SYSTEM_PROMPTS
+    for the first source of --reward, else none."""
     eval_share: Decay = 0.0
     """Measure on the rows of --dataset alone that a run with this --eval_share holds out; 0 for all
     rows."""
@@ -112,19 +114,14 @@ class Args(
         """Return the flags FROM_RUN of the run that saved a model, and print them; {} if there is
         no such run.
         """
-        # Of RUN/final, and of RUN/checkpoints/step_N.
-        if not os.path.isdir(model):
+        run = resume.run_of(model)
+        if run is None:
             return {}
-        for folder in Path(os.path.abspath(model)).parents[:2]:
-            with utils.exit_on_error(f"--model {model}"):
-                flags = read_args(folder).get("args", {})
-            taken = {name: flags[name] for name in cls.FROM_RUN if name in flags}
-            if taken:
-                print(
-                    f"defaults by {folder}/args.json: {taken}; --config takes its other flags, too"
-                )
-                return taken
-        return {}
+        with utils.exit_on_error(f"--model {model}"):
+            flags = read_args(run).get("args", {})
+        taken = {name: flags[name] for name in cls.FROM_RUN if name in flags}
+        print(f"defaults by {run}/args.json: {taken}; --config takes its other flags, too")
+        return taken
 
     @classmethod
     def from_run(cls, flags: dict) -> dict:
@@ -182,9 +179,20 @@ def majority(responses: pandas.DataFrame) -> float:
     return answers.first()[answers.size().idxmax()] if len(answers) else 0.0
 
 
+def wilson_interval(share: float, trials: int) -> dict[str, float]:
+    """Return the 95 % interval of a share of some trials, {"low", "high"} (Wilson 1927, as in
+    Newcombe 1998, doi:10.1002/(SICI)1097-0258(19980430)17:8<857::AID-SIM777>3.0.CO;2-E, method 3).
+    """
+    z = 1.959964
+    centre = share + z**2 / (2 * trials)
+    half = z * math.sqrt(share * (1 - share) / trials + (z / (2 * trials)) ** 2)
+    scale = 1 + z**2 / trials
+    return {"low": (centre - half) / scale, "high": (centre + half) / scale}
+
+
 def measure(table: pandas.DataFrame, n: int, columns: list[str]) -> dict[str, dict]:
     """Return {measure: {"value", "se"}} of a table of responses: means over prompts, without those
-    that have no number.
+    that have no number; of shares with "low" and "high", too.
 
     avg@n, pass@k and maj@n if a source tells right from wrong; and the mean of each of some
     columns.
@@ -198,18 +206,23 @@ def measure(table: pandas.DataFrame, n: int, columns: list[str]) -> dict[str, di
             measures[f"pass@{k}"] = prompts["correct"].agg(pass_at_k)
         if table["extracted"].notna().any():
             measures[f"maj@{n}"] = prompts[["extracted", "correct"]].apply(majority)
+    shares = [*measures, "stopped"]
     measures |= prompts[columns].mean()
-    return {
-        name: as_logged({"value": by_prompt.mean(), "se": by_prompt.sem()})
-        for name, by_prompt in measures.items()
-    }
+    results = {}
+    for name, by_prompt in measures.items():
+        value = by_prompt.mean()
+        interval = wilson_interval(value, max(1, by_prompt.count())) if name in shares else {}
+        results[name] = as_logged({"value": value, "se": by_prompt.sem() or math.nan, **interval})
+    return results
 
 
 @record
 def main(args: Args) -> None:
     # ---- setting up: data, rewards, model ----
     world = utils.setup_processes()
-    model = "-".join(Path(args.model).parts[-2:])  # final/ is one of many
+    run = resume.run_of(args.model)
+    owner = [run.name] if run else Path(args.model).parts[-2:-1]  # final/ is one of many
+    model = "-".join([*owner, Path(args.model).name])
     name = args.run_name or f"evaluate__{model}__{Path(args.dataset).name}__{args.seed}"
     folder = Path(args.output_dir, name)
     if folder.exists():

@@ -11,6 +11,7 @@ import pytest
 
 from assets.tasks import arithmetic
 from plumbing import cli
+from plumbing.run import resume
 
 evaluate = importlib.import_module("evaluate")  # in scripts/, which helpers has put on the path
 
@@ -43,6 +44,18 @@ def test_measures(case):
         f"{name} se": x["se"] for name, x in found.items()
     }
     assert values == pytest.approx(case["measures"])
+
+
+def test_intervals():
+    """Newcombe 1998, table I, and none of 4 prompts, where the standard error says nothing."""
+    for right, trials, low, high in CASES["intervals"]:
+        interval = evaluate.wilson_interval(right / trials, trials)
+        assert interval == pytest.approx({"low": low, "high": high}, abs=5e-5)
+    found = evaluate.measure(table(*["b0 b0"] * 4).assign(tokens=5.0), 2, ["tokens"])
+    assert found["avg@2"] == pytest.approx(
+        {"value": 0, "se": None, "low": 0, "high": 0.4899}, abs=1e-4
+    )
+    assert found["tokens"] == {"value": 5, "se": None}
 
 
 def test_answers_that_vote():
@@ -159,6 +172,11 @@ def test_flags_of_the_run_that_saved_a_model(run, tmp_path, capsys):
         )
         assert (args.seed, args.dataset, args.reward) == (1, "openai/gsm8k", ("math",))
     assert parse("--model", model, "--max_response_length", 1024).max_response_length == 1024
+    assert [resume.run_of(str(folder / name)) for name in ("final/", "no/such", ".")] == [
+        folder,
+        None,
+        None,
+    ]
     (tmp_path / "flags.json").write_text(
         json.dumps({"model": str(model), "max_response_length": 1024})
     )

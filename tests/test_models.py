@@ -1,6 +1,7 @@
 """Models that need more than the usual: capped attention scores; vocabularies; --attention."""
 
 import copy
+import functools
 import time
 
 import pytest
@@ -8,10 +9,12 @@ import torch
 from helpers import ROOT, refused, tiny_model
 from huggingface_hub import constants
 from tiny_models import CPU
-from transformers import AutoModelForCausalLM, GenerationConfig, modeling_utils
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, modeling_utils
 
 import utils
+from plumbing.data.prompts import render_prompt
 from plumbing.models import loading, sharding
+from plumbing.models.loading import read_tokenizer
 from plumbing.rollout.batch import collate
 
 IDS = torch.arange(2, 22)[None]
@@ -102,6 +105,64 @@ def test_values_for_the_chat_template(tmp_path, capsys):
     ):
         line = refused(capsys, loading.load_tokenizer, TINY, str(template), values)
         assert line.startswith("error: --chat_template_kwargs") and word in line
+
+
+# A turn of the model's own where there is none, as SmolLM2's; Llama's, which takes the turn out; none.
+SMOLLM2 = """{% for m in messages %}
+{% if loop.first and messages[0]['role'] != 'system' %}{{ '[system]I am Smol.' }}{% endif %}
+{{ '[' + m['role'] + ']' + m['content'] }}{% endfor %}"""
+LLAMA = """
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system = messages[0]['content'] %}
+    {%- set messages = messages[1:] %}
+{%- endif %}
+ {%- macro show(m) %}{{ '[' + m.role + ']' + m.content }}{% endmacro %}
+{{ '<|begin|>' + (system or '') }}{% for m in messages %}{{ show(m) }}{% endfor %}"""
+PLAIN = "\n  {% for m in messages %}{{ '[' + m.role + ']' + m.content }}\n{% endfor %}"
+SYSTEM_PROMPT = (
+    """Say "x" or 'y'.\n\tEnd by \\boxed{}; %} {{ no }} {% raw %} \u00e9 \U0001f600 \x07 #}"""
+)
+
+
+@pytest.mark.parametrize("template", [SMOLLM2, LLAMA, PLAIN])
+@pytest.mark.parametrize("text", ["", "Be brief.", SYSTEM_PROMPT])
+def test_what_is_saved_has_the_system_prompt_of_training(tmp_path, template, text):
+    """Plain transformers renders what the run has trained on, also where a run begins with what
+    another one has saved: with the same prompt, which is there once, or another one.
+    """
+    file = tmp_path / "chat.jinja"
+    file.write_text(template)
+    asked = [{"role": "user", "content": "1+1="}]
+    with_turn = [{"role": "system", "content": "Mine."}, *asked]
+    original = loading.load_tokenizer(TINY, str(file))
+    saved = tmp_path / "saved"
+    for name in (TINY, str(saved), str(saved)):
+        tokenizer = loading.load_tokenizer(name, str(file) if name == TINY else "", "{}", text)
+        tokenizer.save_pretrained(saved)
+        _, seen = render_prompt("", asked, original, text)
+        assert render_prompt("", asked, tokenizer, text)[1] == seen
+        plain = AutoTokenizer.from_pretrained(saved)
+        render = functools.partial(
+            plain.apply_chat_template, tokenize=False, add_generation_prompt=True
+        )
+        assert render(asked) == seen.shown and (text in seen.shown)
+        assert render(with_turn) == render_prompt("", with_turn, original, "")[1].shown
+        assert plain.chat_template.count("I am") == template.count("I am")
+        assert len(plain.chat_template) <= len(template) + 2 * len(text) + 120
+    other = loading.load_tokenizer(str(saved), "", "{}", "Other.")
+    assert render_prompt("", asked, original, "Other.")[1].text == other.apply_chat_template(
+        asked, tokenize=False, add_generation_prompt=True
+    )
+
+
+def test_a_system_prompt_in_several_templates_or_none(monkeypatch):
+    tokenizer = read_tokenizer("--model", TINY)
+    monkeypatch.setattr(loading, "read_tokenizer", lambda *_: tokenizer)
+    load = functools.partial(loading.load_tokenizer, TINY, system_prompt="Be brief.")
+    assert load().chat_template is None
+    for name, turns in (("none", "1"), ("", "2")):
+        tokenizer.chat_template = {"default": "{{ messages|length }}", "rag": "?"}
+        assert load(name).apply_chat_template([{"role": "user"}], tokenize=False) == turns
 
 
 # ---- vocabularies --------------------------------------------------------------------------------

@@ -135,6 +135,35 @@ def test_what_a_run_leaves(base, tmp_path):
     assert helpers.same_weights(folder / "checkpoints/step_2", folder / "final")
 
 
+def test_a_run_from_what_another_one_saved(base, tmp_path):
+    """Its default name has that of the other run. What was saved has the system prompt: plain
+    transformers renders what the run has trained on, and the run from there reads the same.
+    """
+    from transformers import AutoTokenizer
+
+    model = helpers.tiny_model(tmp_path / "chat", chat=True)
+    values = variant(
+        base, tmp_path, model=model, system_prompt='Add "x".', total_episodes=8, save_every=1
+    )
+    run_here(values)
+    prompts = {row["prompt"] for row in read_lines(folder_of(values) / "samples.jsonl")}
+    seen = set()
+    for name in ("final", "checkpoints/step_1"):
+        saved = folder_of(values) / name
+        tokenizer = AutoTokenizer.from_pretrained(saved)
+        for row in helpers.ROWS:
+            asked = [{"role": "user", "content": row["prompt"]}]
+            seen.add(
+                tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+            )
+        again = {**values, "model": str(saved), "run_name": "", "output_dir": str(tmp_path / name)}
+        run_here(again)
+        (folder,) = (tmp_path / name).iterdir()
+        assert folder.name == "grpo__run__train.jsonl__1"
+        assert prompts == {row["prompt"] for row in read_lines(folder / "samples.jsonl")}
+    assert prompts <= seen and len(seen) == len(helpers.ROWS) and 'Add "x".' in min(prompts)
+
+
 # ---- resume --------------------------------------------------------------------------------------
 
 # All that a step can depend on: schedule, Adam's moments, KL controller, a reference that moves,

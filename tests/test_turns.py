@@ -352,9 +352,8 @@ def test_an_end_of_turn_that_the_template_alone_names(
     tools work.
     """
     monkeypatch.setattr(loading, "load_tokenizer", lambda *_: tokenizer_of(QWEN25))
-    args = types.SimpleNamespace(
-        chat_template="", model=model_folder(), chat_template_kwargs="{}", stop_token="eos"
-    )
+    flags = dict(chat_template="", chat_template_kwargs="{}", stop_token="eos", system_prompt="")
+    args = types.SimpleNamespace(model=model_folder(), **flags)
     tokenizer, stop_ids = loading.load_tokenizer_and_stop_ids(args)
     assert (
         capsys.readouterr().out

@@ -85,12 +85,15 @@ def read_tokenizer(flag: str, name: str):
     return tokenizer
 
 
-def load_tokenizer(name: str, chat_template: str = "", template_kwargs: str = "{}"):
+def load_tokenizer(
+    name: str, chat_template: str = "", template_kwargs: str = "{}", system_prompt: str = ""
+):
     """Return the tokenizer of --model, with a pad token and, from a file, the template of
     --chat_template.
 
-    A template from a file replaces the tokenizer's, and is saved with the trained model. The values
-    of --chat_template_kwargs, a JSON object, are given to the template wherever it is applied.
+    A template from a file replaces the tokenizer's, and is saved with the trained model, as is
+    --system_prompt, see `with_system_turn`. The values of --chat_template_kwargs, a JSON object,
+    are given to the template wherever it is applied.
     """
     tokenizer = read_tokenizer("--model", name)
     if chat_template not in ("", "none"):
@@ -104,9 +107,28 @@ def load_tokenizer(name: str, chat_template: str = "", template_kwargs: str = "{
             f"--chat_template_kwargs {template_kwargs}: the chat template of --model does not read {unread[0]}"
         )
     tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **values)
+    if system_prompt and chat_template != "none" and tokenizer.chat_template:
+        tokenizer.chat_template = with_system_turn(tokenizer.chat_template, system_prompt)
     if tokenizer.pad_token_id is None:  # any token will do: masks are made from lengths
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     return tokenizer
+
+
+def with_system_turn(template, text: str):
+    """Return a chat template, or several by name, that puts a system turn before a conversation
+    that has none.
+
+    All that saves or applies the template has the turn then. Training from a model that was saved
+    with one writes it once, as its own prompts have a system turn.
+    """
+    if isinstance(template, dict):
+        return {name: with_system_turn(each, text) for name, each in template.items()}
+    turn = json.dumps(
+        {"role": "system", "content": text}, ensure_ascii=False
+    )  # jinja reads it, too
+    first = f"{{%- if messages[0]['role'] != 'system' %}}{{%- set messages = [{turn}] + messages %}}{{%- endif %}}"
+    # On a line of its own, whose end transformers and vLLM drop, as they do behind any block.
+    return template if template.startswith(first) else f"{first}\n{template}"
 
 
 def end_of_turn(tokenizer) -> str:
@@ -159,7 +181,9 @@ def load_tokenizer_and_stop_ids(args) -> tuple:
     """Return the tokenizer of --model and the ids that end a response, which are printed; see the
     functions above.
     """
-    tokenizer = load_tokenizer(args.model, args.chat_template, args.chat_template_kwargs)
+    tokenizer = load_tokenizer(
+        args.model, args.chat_template, args.chat_template_kwargs, args.system_prompt
+    )
     stop_ids = stop_token_ids(tokenizer, args.model, args.stop_token)
     say(
         f"stop tokens: {[tokenizer.decode([token]) for token in stop_ids]}; texts to learn end with the first"

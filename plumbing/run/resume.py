@@ -31,15 +31,23 @@ class Origin(NamedTuple):
     run_id: str  # of the tracker, the same for a resumed run
 
 
+def run_of(model: str) -> Path | None:
+    """Return the folder of the run that saved a model, as its final/ or one of its checkpoints; None
+    for any other model.
+    """
+    folders = Path(os.path.abspath(model)).parents[:2] if os.path.isdir(model) else ()
+    return next((folder for folder in folders if (folder / "args.json").exists()), None)
+
+
 def find_origin(args, script: str) -> Origin:
     """Return where the run begins, and print which flags have changed since. Creates no run folder.
     For rank 0 alone.
 
-    The default name consists of the names of script, model and data set and the seed. Exits with
-    code 2 if the folder exists and --resume is not given, if another process uses it, or if going
-    on would erase what it has.
+    The default name consists of the names of script, model (of one that a run saved, the run's) and
+    data set, and the seed. Exits with code 2 if the folder exists and --resume is not given, if
+    another process uses it, or if going on would erase what it has.
     """
-    model = Path(args.model).name
+    model = (run_of(args.model) or Path(args.model)).name
     dataset = Path(args.dataset).name
     name = args.run_name or f"{Path(script).stem}__{model}__{dataset}__{args.seed}"
     with exit_on_error(f"--output_dir {args.output_dir}"):
