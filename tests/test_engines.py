@@ -210,7 +210,9 @@ def test_when_rollouts_begin_and_weights_arrive(async_steps):
     )
     args = types.SimpleNamespace(async_steps=async_steps, rollout_batch_size=5)
     sampler = Sampler(*[None] * 9, world=None, autocast=None, decoding=None)
-    sampler = dataclasses.replace(sampler, args=args, engine=engine)
+    sampler = dataclasses.replace(
+        sampler, args=args, engine=engine, reward_sources=types.SimpleNamespace()
+    )
     world = types.SimpleNamespace(device=torch.device("cpu"), rollout_world=lambda _: object())
     interrupt = types.SimpleNamespace(requested=False)
     state = {"step": 0, "position": 10}
@@ -283,7 +285,9 @@ def test_a_source_without_threads_scores_one_rollout_at_a_time():
         return [1.0]
 
     source = types.SimpleNamespace(threads=None, most=9, score=score)
-    sources = types.SimpleNamespace(sources={"model": source}, waited=0.0, lock=threading.Lock())
+    sources = types.SimpleNamespace(
+        sources={"model": source}, waited=0.0, lock=threading.Lock(), state={}
+    )
 
     def finish(_) -> float:
         scoring = Scoring(sources, lambda: False)

@@ -49,6 +49,32 @@ def test_token_ids_that_are_not_there():
         score_by(lambda completion_ids: [0, 1], *call)
 
 
+def test_what_trl_hands_over_besides():
+    """The step, and a metric, whose values of a call are averaged as in TRL; what there is not is
+    missing by name, or read by a name that the message says.
+    """
+
+    def score(completions, trainer_state, log_metric, log_extra=None, **columns):
+        log_metric("late", trainer_state.global_step > 3)
+        for completion in completions:
+            log_metric("length", len(completion))
+        return {"epoch": trainer_state.epoch} if trainer_state.global_step == 9 else [1, None]
+
+    columns = {"prompt": ["1+1=", "1+1="], "answer": ["2", "2"]}
+    call = (SHOWN, ["two", "2"], [[7], [5]], columns)
+    for step in (0, 4):
+        results = score_by(score, *call, step)
+        assert [x["late"] for x in results] == [step > 3] * 2
+        assert [x["length"] for x in results] == [2.0] * 2
+        assert results[0]["score"] == 1 and math.isnan(results[1]["score"])
+    with pytest.raises(AttributeError, match="has no attribute 'epoch'"):
+        score_by(score, *call, 9)
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'trainer_state'"):
+        score_by(score, *call)
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'log_extra'"):
+        score_by(lambda completions, log_extra: [1, 1], *call, 4)
+
+
 def test_a_function_that_shortens_the_list_of_responses():
     def pops(prompts, responses):
         responses.pop(0)

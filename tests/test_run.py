@@ -328,6 +328,23 @@ def failing(tmp_path_factory) -> str:
     return str(path)
 
 
+def test_a_function_of_trl_knows_the_step(base, tmp_path):
+    """In a rollout the steps before it, in an evaluation those so far, also once the run goes
+    on.
+    """
+    (tmp_path / "trl.py").write_text(
+        "def score(completions, trainer_state, log_metric, **columns):\n"
+        "    log_metric('step', trainer_state.global_step)\n"
+        "    return [float(len(completion)) for completion in completions]\n"
+    )
+    values = variant(base, tmp_path, reward=f"{tmp_path / 'trl.py'}:score", eval_every=1)
+    for changes in ({"total_episodes": 16}, {"total_episodes": 24, "resume": True}):
+        run_here({**values, "save_every": 1, **changes})
+    rows = metrics_of(values)
+    assert [row["eval/reward/trl.py:score/step"] for row in rows] == [0, 1, 2, 3]
+    assert [row["reward/trl.py:score/step"] for row in rows[1:]] == [0, 1, 2]
+
+
 @pytest.mark.parametrize("scale", ["group", "gdpo"])
 def test_missing_scores_are_counted_and_left_out(base, tmp_path, failing, scale):
     first = "failing.py:good"

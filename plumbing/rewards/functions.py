@@ -4,7 +4,7 @@ The names of its parameters say in which of three forms a function is called. Ar
 by name, and one for which it has no parameter is left out:
 
     score(prompts, responses, **columns)                          this project's
-    score(prompts, completions, completion_ids, **columns)        TRL's reward_funcs
+    score(prompts, completions, completion_ids, trainer_state, log_metric, **columns)        TRL's reward_funcs
     score(data_source, solution_str, ground_truth, extra_info)    verl's compute_score; called for each response
 
 Columns are lists with an entry for each response.
@@ -16,6 +16,8 @@ import inspect
 import math
 from collections.abc import Callable
 from numbers import Real
+from statistics import fmean
+from types import SimpleNamespace
 from typing import Any
 
 from plumbing.user_code import accepted, load_function
@@ -29,20 +31,27 @@ def load_reward_function(name: str) -> Any:
 
 
 def score_by(
-    function: Callable, prompts: list, responses: list[str], ids: list, columns: dict
+    function: Callable,
+    prompts: list,
+    responses: list[str],
+    ids: list,
+    columns: dict,
+    step: int | None = None,
 ) -> list[dict[str, float]]:
-    """Return the numbers that a function gives each response: "score", NaN for None, and of an
-    object, such as verl's, its other numbers.
+    """Return the numbers that a function gives each response: "score", NaN for None; of an object,
+    such as verl's, its other numbers; and the mean of what it gives TRL's `log_metric` by a name.
 
     Args:
         prompts: as the model sees them. ids: token ids of the responses. columns: {name: [value in
-            each row]}, with "answer".
+            each row]}, with "answer". step: number of steps that the run has made; None on a reward
+            server.
     Raises:
         TypeError, ValueError, KeyError: if it cannot be called so, or returns anything but a number
             or None for each response.
     """
     count = len(responses)  # a function may shorten the list
     parameters = inspect.signature(function).parameters
+    logged: dict[str, list[float]] = {}
     if "solution_str" in parameters:
         rows = [dict(zip(columns, values)) for values in zip(*columns.values())]
         results = [
@@ -56,7 +65,11 @@ def score_by(
             for response, row in zip(responses, rows)
         ]
     elif "completions" in parameters or "completion_ids" in parameters:
-        results = call(function, **trl_arguments(prompts, responses, ids, columns))
+        named = trl_arguments(prompts, responses, ids, columns)
+        named["log_metric"] = lambda name, x: logged.setdefault(name, []).append(float(x))
+        if step is not None:
+            named["trainer_state"] = SimpleNamespace(global_step=step)
+        results = call(function, **named)
     else:
         named = {**columns, "prompts": prompts, "responses": responses}
         if "responses" not in accepted(function, named):
@@ -67,7 +80,8 @@ def score_by(
     results = list(results)
     if len(results) != count:
         raise ValueError(f"returned {len(results)} scores for {count} responses")
-    return list(map(numbers_of, results))
+    means = {name: fmean(values) for name, values in logged.items()}
+    return [means | numbers_of(result) for result in results]
 
 
 def call(function: Callable, /, **named):

@@ -162,6 +162,8 @@ class RewardSources:
         # The end of the worker processes is the end of this one, a child of multiprocessing, too.
         Finalize(None, interpreter_shutdown, exitpriority=1)
         self.lock = threading.Lock()  # of what rollouts share that end at the same time
+        # Its "step" is that of the run once there is one, see Rollouts; a server knows none.
+        self.state: dict = {"step": 0} if tokenizer else {}
         self.sources: dict[str, Source | ModelSource] = {}
         self.models: dict[str, ModelSource] = {}
         for name in args.reward:
@@ -188,7 +190,7 @@ class RewardSources:
                 if environment:
                     row = {**row, "turns": [{"role": "assistant", "content": text}]}
                 ids = tokenizer.encode(text, add_special_tokens=False)
-                samples.append(SimpleNamespace(row=row, text=text, response=ids))
+                samples.append(SimpleNamespace(row=row, text=text, response=ids, step=0))
             if name in self.models:
                 self.models[name].read(samples)  # its weights are not loaded yet
             elif samples and kind_of(name) in ("function", "server"):
@@ -242,6 +244,7 @@ class Scoring:
         and `response`.
         """
         self.samples[place] = sample
+        sample.step = self.reward_sources.state.get("step")
         sources = self.reward_sources.sources
         scored_by = [name for name in sources if is_scored_by(sample.row, name)]
         sample.scores = dict.fromkeys(sources, 0.0) | dict.fromkeys(scored_by, math.nan)
@@ -387,6 +390,7 @@ class FunctionSource(Source):
             [sample.text for sample in samples],
             [list(map(int, sample.response)) for sample in samples],
             columns_of([sample.row for sample in samples]),
+            samples[0].step,
         )
         self.load()  # the process may be a new one, and the time of a call is not for imports
         ((results, failure),) = self.workers.run(call_function, [call], self.timeout)

@@ -148,6 +148,7 @@ class Rollouts:
         self.prompts = prompts
         self.collect = collect
         self.async_steps = sampler.args.async_steps
+        sampler.reward_sources.state = run.state
         self.step = run.state["step"]  # the last one that has begun to train
         self.ahead: dict[int, concurrent.futures.Future] = {}  # rollouts, by step
         # Those under way at once meet the other ranks in groups of their own.

@@ -63,7 +63,7 @@ CASES = {  # function: scores, what is said of those that are missing
     "child_comes_back": (ALL, ""),
 }
 ROW = {"prompt": "p", "query": [1], "answer": "2", "columns": {}}
-SAMPLES = [types.SimpleNamespace(row=ROW, text=str(i), response=[i]) for i in range(20)]
+SAMPLES = [types.SimpleNamespace(row=ROW, text=str(i), response=[i], step=0) for i in range(20)]
 
 
 def rewards_of(*names: str) -> RewardSources:
