@@ -43,7 +43,7 @@ import math
 import types
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import pandas
 import repository  # noqa: F401
@@ -65,6 +65,7 @@ from plumbing.rollout.batch import Batch, Sampler, unscored
 from plumbing.run import evaluation, resume
 from plumbing.run.log import append, as_logged, read_args, replace_file
 from plumbing.run.ranks import Interrupt, record
+from plumbing.run.speed import Decoding
 
 PROMPTS_AT_ONCE = 256  # between two moves of the progress bar
 
@@ -253,12 +254,14 @@ def main(args: Args) -> None:
 
         engine = Engine(args, world, precision.compute_dtype, load_format="auto")
         model = types.SimpleNamespace(device=world.device)  # the engine has the weights
+        decoding: Any = None
     else:
         engine = None
         model = loading.load_model(
             "--model", args.model, precision.param_dtype, world.device
         ).requires_grad_(False)
         loading.check_decodes(f"--model {args.model}", model, "--backend vllm")
+        decoding = Decoding(model, precision)
     reward_sources.load_models(args, precision)
     interrupt = Interrupt(world)
     sampler = Sampler(
@@ -273,6 +276,7 @@ def main(args: Args) -> None:
         interrupted=lambda: interrupt.requested,
         world=world,
         autocast=precision.autocast,
+        decoding=decoding,
     )
 
     # ---- sample and score ----
