@@ -793,7 +793,7 @@ def main(args: Args) -> None:
             trained, args.mini_batch_size, args.num_epochs, (args.seed, step)
         )
         optimizer.align_schedule(len(updates))  # fewer where responses were left out
-        for epoch, mini in updates:
+        for number, (epoch, mini) in enumerate(updates):
             reduce_loss = loss_reduction(
                 loss_aggregation, mask, mini, updates, args.max_response_length
             )
@@ -838,7 +838,8 @@ def main(args: Args) -> None:
                 sums.add(m, tokens=m, entropy=out["entropies"], clipped=clipped, weights=weights)
                 sums.add(m, approxkl=(logprobs - old_logprobs).square() / 2)
                 if epoch == 0:  # each response once: surprisal, KL, and trainer against sampler
-                    evaluation.add_rollout(sums, micro, start_logprobs, estimate_kl)
+                    updated = number > 0 and not needs_start_logprobs
+                    evaluation.add_rollout(sums, micro, start_logprobs, estimate_kl, updated)
             optimizer.step()
 
         # ---- 5. sync: the engine, the reference ----

@@ -1054,7 +1054,7 @@ def main(args: Args) -> None:
                 drawn, args.mini_batch_size, args.num_epochs, (args.seed, step)
             )
             optimizer.align_schedule(len(updates))  # fewer where responses were left out
-        for epoch, mini in updates:
+        for number, (epoch, mini) in enumerate(updates):
             reduce_loss = loss_reduction(
                 args.loss_aggregation, mask, mini, updates, args.max_response_length
             )
@@ -1103,7 +1103,8 @@ def main(args: Args) -> None:
                 sums.add(m, approxkl=(logprobs - old_logprobs).square() / 2)
                 # Each response once: surprisal, KL, and trainer against sampler.
                 if epoch == 0 and args.pf_ppo == "none":
-                    evaluation.add_rollout(sums, micro, start_logprobs, estimate_kl)
+                    updated = number > 0 and not needs_start_logprobs
+                    evaluation.add_rollout(sums, micro, start_logprobs, estimate_kl, updated)
             optimizer.step()
 
         # ---- 5. sync: the engine, the reference ----

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import helpers
 import pytest
 import torch
-from helpers import metrics_of, run_here, steps_of
+from helpers import metrics_of, run_here, steps_of, variant, workspace
 
 import grpo
 import utils
@@ -182,6 +182,26 @@ def test_which_engine_samples(installed, gpu, changes, expected, monkeypatch, ca
         assert capsys.readouterr().out == printed
     else:
         assert expected in helpers.refused(capsys, choose)
+
+
+@pytest.mark.parametrize("script", ["grpo", "rloo", "ppo"])
+def test_trainer_and_sampler_are_compared_before_an_update(tmp_path, monkeypatch, capsys, script):
+    """Also where a step makes several updates and the old log-probabilities are the sampler's."""
+    monkeypatch.setattr(engines, "rollout_engine", lambda *_: None)  # the model itself samples
+    values = variant(
+        workspace(tmp_path),
+        tmp_path,
+        async_steps=1,
+        total_episodes=8,
+        kl_in="loss",
+        learning_rate=0.1,
+        precision="float64",
+        eval_every=0,
+        save_every=0,
+    )
+    run_here(values, script)
+    assert metrics_of(values)[0]["rollout/prob_diff_mean"] < 1e-6
+    assert "rollout and trainer differ" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("async_steps", [1, 3])
