@@ -3,6 +3,7 @@ batch, and text to token ids.
 """
 
 import contextlib
+import dataclasses
 import math
 import pickle
 import threading
@@ -308,6 +309,16 @@ def same(one: Batch, other: Batch) -> bool:
         and torch.equal(one.stopped, other.stopped)
         and torch.equal(one.reward_components["length"], other.reward_components["length"])
     )
+
+
+def test_a_rollout_says_how_many_responses_have_ended(setting):
+    sampler, rows = setting
+    seen = []
+    see = lambda key, ended, total: seen.append((key, ended, total))
+    dataclasses.replace(sampler, show_ended=see).rollout(rows, 3, KEY)
+    counts = [ended for _, ended, _ in seen]
+    assert {(key, total) for key, _, total in seen} == {(KEY, 15)}
+    assert counts == sorted(counts) and counts[-1] == 15 and len({*counts}) > 3
 
 
 def test_rollout_lays_out_the_batch(setting):

@@ -1,8 +1,11 @@
 """What a run prints, and what wandb and libraries like it get by --track."""
 
 import math
+import os
+import pty
 import re
 import sys
+import termios
 import types
 
 import pytest
@@ -24,7 +27,7 @@ def logged(folder, name: str) -> log.RunLog:
     run.lengths(1, "rows", [5, 5, 7])
     run.lengths(1, "none", [])
     run.table(2, [{"prompt": "1+1=", "/a/b.py:f": 1.0, "length": 3}])
-    run.log({"step": 2, "objective/scores": 0.5, "perf/mfu": math.nan})
+    run.log({"step": 2, "objective/scores": 0.5, "time/step": 3.0, "perf/mfu": math.nan})
     run.close("the end")
     return run
 
@@ -72,7 +75,7 @@ def test_a_library_gets_metrics_and_samples(tmp_path, monkeypatch, capsys):
         assert rest == [
             *lengths,
             (samples, 2),
-            ({"step": 2, "objective/scores": 0.5}, 2),
+            ({"step": 2, "objective/scores": 0.5, "time/step": 3.0}, 2),
             "finished",
         ]
 
@@ -93,17 +96,46 @@ def test_a_login_that_is_missing(tmp_path, monkeypatch, capsys):
 # ---- the console ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("terminal", [False, True])
-def test_a_bar_on_a_terminal_and_a_line_a_step_elsewhere(tmp_path, monkeypatch, capsys, terminal):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
-    run = log_of(tmp_path)
+@pytest.mark.parametrize("size", [(24, 100), (0, 0), (0, 80), None])
+def test_a_bar_on_a_terminal_and_lines_elsewhere(tmp_path, monkeypatch, capsys, size):
+    """One of no rows has no room for a bar. A phase that lasts shows how many responses have
+    ended.
+    """
+    if size:
+        main, terminal = pty.openpty()
+        termios.tcsetwinsize(terminal, size)
+        monkeypatch.setattr(sys, "stderr", open(terminal, "w"))
+    run = log_of(tmp_path, steps=100)
+    run.log({"step": 0, "eval/accuracy": 0.25, "time/evaluation": 90.0})
     run.phase("rollout")
-    run.log({"step": 2, "objective/scores": 0.5, "time/step": 3.0})
-    out, err = capsys.readouterr()
-    assert (
-        ("rollout:" in err and "score=0.5" in err and "step 2" not in out) if terminal else not err
+    run.show(36, 64)  # too early
+    run.shown_at -= 31
+    run.show(37, 64)
+    run.show(38, 64)
+    run.log(
+        {
+            "step": 2,
+            "objective/scores": 0.5,
+            "val/num_stop_token_ids": 30,
+            "val/sampled_prompts": 8,
+            "val/zero_std_fraction": 0.25,
+            "rollout/logprob_diff_mean": 1.234e-5,
+            "time/step": 30.0,
+        }
     )
-    assert terminal or out == "step 2 of 4: score=0.5, seconds=3\n"
+    # 98 steps, and 5 evaluations of 90 s
+    values = "left=57 min, stopped=30/64, score=0.5, zero-std=0.25, logp-diff=1.23e-05, seconds=30"
+    out = capsys.readouterr().out
+    if size and min(size):
+        written = os.read(main, 10_000).decode()
+        assert "rollout 37/64: |" in written and "2/100 [00:00, held-out=0.25, left=57" in written
+        assert not out and "36/64" not in written and "38/64" not in written
+    else:
+        assert out.splitlines() == [
+            "step 0 of 100: held-out=0.25",
+            "rollout: 37 of 64 responses have ended",
+            f"step 2 of 100: {values}",
+        ]
 
 
 def test_the_end_names_what_is_there(tmp_path, monkeypatch, capsys):
@@ -140,8 +172,9 @@ def test_names_in_logs_have_no_folders_and_no_secrets():
 
 
 ROW = {"val/zero_std_fraction": 0.5, "val/num_stop_token_ids": 3, "objective/scores": 1.0}
+ROW |= {"val/sampled_prompts": 1, "time/step": 3.0}
 ROW |= {"reward/stopped": 1.0, "reward/cut_off": 0.0}
-NO_STOP = {"val/num_stop_token_ids": 0, "reward/stopped": math.nan}
+NO_STOP = {"val/num_stop_token_ids": 0, "reward/stopped": math.nan, "objective/scores": 0.0}
 TROUBLES = {  # what a step's metrics are, and what the warning begins and ends with
     "equal scores": (lambda i: {"val/zero_std_fraction": 1.0}, "all responses", "--temperature"),
     "no stop": (
@@ -157,13 +190,17 @@ TROUBLES = {  # what a step's metrics are, and what the warning begins and ends 
 @pytest.mark.parametrize("name", TROUBLES)
 def test_ten_steps_in_trouble_are_warned_of_once(tmp_path, capsys, name):
     """Not of nine, and not with a good one among them; the row before the first step does not
-    count.
+    count. That nothing stops is said after the first one, too.
     """
     changes, begin, end = TROUBLES[name]
     run = log_of(tmp_path, steps=60, step=0)
     run.log({"step": 0, "eval/accuracy": 0.5})
     for step in range(1, 60):
         run.log({**ROW, **(changes(step) if step not in (10, 30) else {}), "step": step})
+        if step == 1:
+            early = capsys.readouterr().err
+            assert early.startswith("warning: step 1: no response stops") == (name == "no stop")
+            assert early.count("\n") == (name == "no stop")
         if step == 18:
             assert capsys.readouterr().err == ""
     lines = capsys.readouterr().err.splitlines()

@@ -8,7 +8,7 @@ add an entry.
 
 import contextlib
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Callable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -85,6 +85,9 @@ class Sampler:
     world: utils.World  # of the rollout, see `utils.World.rollout_world`
     autocast: Callable  # returns the context to compute in
     decoding: Decoding  # measures `generate`
+    # Called again and again with the key of a rollout, how many of this rank's responses have ended,
+    # and how many there are.
+    show_ended: Callable = lambda *_: None
 
     @property
     def correction(self) -> str:
@@ -115,14 +118,19 @@ class Sampler:
         rows = [row for row in rows for _ in range(samples or 1)]
         local = self.world.shard(list(range(len(rows))))  # the responses of this rank
         draws, tool_seeds = self.random_numbers(len(rows), key)
-        scoring = Scoring(self.reward_sources, self.interrupted)
-        self.sample(
+
+        def interrupted() -> bool:  # called at every token
+            self.show_ended(key, len(scoring.samples), len(local))
+            return self.interrupted()
+
+        scoring = Scoring(self.reward_sources, interrupted)
+        replace(self, interrupted=interrupted).sample(
             [rows[i] for i in local],
             draws[local] if samples else None,
             tool_seeds[local].tolist(),
             scoring.add,
         )
-        if self.world.any(self.interrupted() or len(scoring.samples) < len(local)):
+        if self.world.any(interrupted() or len(scoring.samples) < len(local)):
             return None
         responses = scoring.finish()
         if self.world.any(self.interrupted()):  # then some scores may be missing

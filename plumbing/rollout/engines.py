@@ -77,6 +77,7 @@ def load_sampler(
         engine=engine,
         world=world,
         interrupted=lambda: run.interrupt.requested,
+        show_ended=run.show_ended,
         autocast=precision.autocast,
         decoding=Decoding(parts["model"], precision),
         **parts,

@@ -135,7 +135,7 @@ class VllmSampling:
         self.run(run_all(calls, lambda: self._has_ended(interrupted)))
 
     def _has_ended(self, interrupted: Callable) -> bool:
-        return bool(self.failure) or not self.is_shared and interrupted()
+        return bool(self.failure) or interrupted() and not self.is_shared
 
     @contextlib.contextmanager
     def _errors_as_failure(self):

@@ -9,9 +9,12 @@ import json
 import math
 import os
 import re
+import sys
+import time
 from collections import deque
 from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 from typing import Iterator
 
 import numpy as np
@@ -26,6 +29,8 @@ PROGRESS = {  # the values in the progress bar, or in the line of a step, if a r
     "train/loss": "loss",
     "eval/accuracy": "held-out",
     "eval/pair_accuracy": "held-out",
+    "val/zero_std_fraction": "zero-std",
+    "rollout/logprob_diff_mean": "logp-diff",
     "time/step": "seconds",
 }
 # The metrics that a picture has, if a run has them, and those of eval/ that its last lines have.
@@ -58,16 +63,26 @@ class RunLog:
         """Open the logs in a run's folder, which exists; the run has made `step` steps."""
         self.folder = folder
         self.world = world
+        self.args = args
         self.values: dict[str, str] = {}  # in the progress bar
         self.latest: deque[dict] = deque(maxlen=10)  # metrics of the last steps
+        self.evaluation = 0.0  # seconds of the last one
         self.warned: set[str] = set()
         self.library = None  # that of --track
         if args.track:
             world.on_main(self._track, run_id, args)
-        disable = None if world.main else True  # None: without a terminal
-        self.progress = tqdm(
-            total=total_steps, initial=step, unit="step", dynamic_ncols=True, disable=disable
+        # A terminal of size 0, as in some CI, has no room for a bar.
+        terminal = (
+            world.main and sys.stderr.isatty() and min(os.get_terminal_size(sys.stderr.fileno()))
         )
+        self.progress = tqdm(
+            total=total_steps,
+            initial=step,
+            dynamic_ncols=True,
+            disable=not terminal,
+            bar_format="{desc}|{bar:8}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]",
+        )
+        self.show_every = 0.5 if terminal else 30.0  # seconds
         self.phase("start")
 
     def _track(self, run_id: str, args) -> None:
@@ -98,7 +113,17 @@ class RunLog:
     def phase(self, name: str) -> None:
         """Begin a phase, which the progress bar shows."""
         begin_phase(name, self.world)
+        self.name = name
+        self.shown_at = time.monotonic()
         self.progress.set_description(name)
+
+    def show(self, ended: int, total: int) -> None:
+        """Show how many responses of the phase have ended, if the last look is a while ago."""
+        if time.monotonic() > self.shown_at + self.show_every:
+            self.shown_at = time.monotonic()
+            self.progress.set_description(f"{self.name} {ended}/{total}")
+            if self.progress.disable:
+                say(f"{self.name}: {ended} of {total} responses have ended")
 
     def log(self, metrics: dict) -> None:
         """Append a row of metrics, with "step", to metrics.jsonl, and track it; null stands for
@@ -112,17 +137,35 @@ class RunLog:
             self.library.log(
                 {name: x for name, x in row.items() if x is not None}, step=row["step"]
             )
-        values = {
+        step = row["step"]
+        total = self.progress.total
+        self.evaluation = row.get("time/evaluation", self.evaluation)
+        values = {}
+        if step:
+            self.latest.append(row)
+            evaluations = math.ceil((total - step) / max(1, self.args.eval_every))
+            seconds = fmean(each["time/step"] for each in self.latest) * (total - step)
+            values["left"] = f"{math.ceil((seconds + evaluations * self.evaluation) / 60)} min"
+        stopped = row.get("val/num_stop_token_ids")
+        if stopped is not None:
+            values["stopped"] = f"{stopped}/{row['val/sampled_prompts'] * self.args.group_size}"
+        values |= {
             name: f"{row[key]:.3g}" for key, name in PROGRESS.items() if row.get(key) is not None
         }
         self.values |= values
+        self.progress.n = step
         self.progress.set_postfix(self.values)
-        self.progress.update(row["step"] - self.progress.n)
         if self.progress.disable:
             line = ", ".join(map("=".join, values.items()))
-            print(f"step {row['step']} of {self.progress.total}: {line}", flush=True)
-        if row["step"]:
-            self.latest.append(row)
+            print(f"step {step} of {total}: {line}", flush=True)
+        if step == 1 and stopped == 0 and self.args.non_stop_penalty:
+            penalty = self.args.penalty_reward_value or 0.0
+            if row["objective/scores"] == penalty:  # else rewards below 0 remain
+                warn(
+                    f"step 1: no response stops, so all scores are {penalty:g} by --non_stop_penalty, whatever the "
+                    "rewards: try a higher --max_response_length, or prompts that ask for shorter answers"
+                )
+        if step:
             self._warn_of_troubles()
 
     def _warn_of_troubles(self) -> None:

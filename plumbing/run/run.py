@@ -29,6 +29,7 @@ class Run:
         nothing.
         """
         ranks.begin_phase("load", world)
+        utils.say(f"loading {args.model}")
         self.args = args
         self.script = script
         self.world = world
@@ -105,6 +106,11 @@ class Run:
         size = self.prompts_per_step or self.args.batch_size
         passes = f"{self.total_steps * size / len(rows):.3g} passes over {len(rows):,} rows"
         utils.say(f"{self.total_steps:,} steps of {size:,} rows: {passes}")
+        if held_out and self.prompts_per_step:
+            utils.say(
+                f"evaluation: {len(held_out):,} prompts, greedily and {self.args.eval_samples} times sampled, "
+                f"of up to {self.args.max_response_length:,} tokens"
+            )
         if self.state["step"] > self.total_steps:
             utils.warn(
                 f"--resume: nothing is left to train, as the run has {self.state['step']} steps already"
@@ -197,6 +203,16 @@ class Run:
         """Begin a phase of a step: the progress bar shows it, and time/{name} is its duration."""
         self.clock.begin(name)
         self.log.phase(name)
+
+    def show_ended(self, key: tuple, ended: int, total: int) -> None:
+        """Show how many responses of a rollout have ended on this rank, if the run waits for it.
+
+        Args:
+            key: of the rollout, see `plumbing.rollout.batch.Sampler.rollout`.
+        """
+        steps = {"rollout": (self.state["step"] + 1,), "evaluation": ()}
+        if steps.get(self.clock.phase) == key[2:3]:
+            self.log.show(ended, total)
 
     def finish_step(
         self, metrics: dict, samples: list[dict], tokens: int, trained_tokens: int, **state
