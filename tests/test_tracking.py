@@ -14,6 +14,7 @@ from helpers import refused, table, write_rows
 import grpo
 import utils
 from plumbing.run import log
+from plumbing.run.run import Run
 
 
 def log_of(folder, track: str = "", steps: int = 4, step: int = 1) -> log.RunLog:
@@ -136,6 +137,25 @@ def test_a_bar_on_a_terminal_and_lines_elsewhere(tmp_path, monkeypatch, capsys, 
             "rollout: 37 of 64 responses have ended",
             f"step 2 of 100: {values}",
         ]
+
+
+@pytest.mark.parametrize(
+    "phase, key, shown",
+    [
+        ("rollout", ("rollout", 1, 4), True),
+        ("rollout", ("greedy", 1, 4), True),
+        ("rollout", ("rollout", 1, 5), False),  # ahead, with --async_steps
+        ("evaluation", ("evaluation", 1), True),
+        ("evaluation", ("rollout", 1, 4), False),
+        ("training", ("rollout", 1, 5), False),
+    ],
+)
+def test_the_console_shows_the_rollout_that_the_run_waits_for(phase, key, shown):
+    seen = []
+    run = types.SimpleNamespace(state={"step": 3}, clock=types.SimpleNamespace(phase=phase))
+    run.log = types.SimpleNamespace(show=lambda *counts: seen.append(counts))
+    Run.show_ended(run, key, 37, 64)
+    assert seen == [(37, 64)] * shown
 
 
 def test_the_end_names_what_is_there(tmp_path, monkeypatch, capsys):
