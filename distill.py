@@ -452,7 +452,7 @@ def main(args: Args) -> None:
         updates = utils.mini_batches(
             trained, args.mini_batch_size, args.num_epochs, (args.seed, step)
         )
-        optimizer.align_schedule(len(updates))  # fewer where responses were left out
+        optimizer.begin_step(step, len(updates))  # fewer where responses were left out
         for number, (_, mini) in enumerate(updates):
             token_count = mask[mini].sum().item()
             for inputs, micro, last in batch.micro_batches(mini, args.micro_batch_tokens, world):

@@ -792,7 +792,7 @@ def main(args: Args) -> None:
         updates = utils.mini_batches(
             trained, args.mini_batch_size, args.num_epochs, (args.seed, step)
         )
-        optimizer.align_schedule(len(updates))  # fewer where responses were left out
+        optimizer.begin_step(step, len(updates))  # fewer where responses were left out
         for number, (epoch, mini) in enumerate(updates):
             reduce_loss = loss_reduction(
                 loss_aggregation, mask, mini, updates, args.max_response_length

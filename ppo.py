@@ -628,7 +628,7 @@ def update_critic(
     """
     sums = utils.Sums(world)  # for the log; add(m, ...) sums where m is set
     updates = utils.mini_batches(drawn, *critic_size_and_epochs(args), (args.seed, step))
-    optimizer.align_schedule(len(updates))  # fewer where responses were left out
+    optimizer.begin_step(step, len(updates))  # fewer where responses were left out
     for _, mini in updates:
         reduce_loss = loss_reduction(
             args.loss_aggregation, batch.response_mask, mini, updates, args.max_response_length
@@ -1053,7 +1053,7 @@ def main(args: Args) -> None:
             updates = utils.mini_batches(
                 drawn, args.mini_batch_size, args.num_epochs, (args.seed, step)
             )
-            optimizer.align_schedule(len(updates))  # fewer where responses were left out
+            optimizer.begin_step(step - args.critic_warmup_steps, len(updates))
         for number, (epoch, mini) in enumerate(updates):
             reduce_loss = loss_reduction(
                 args.loss_aggregation, mask, mini, updates, args.max_response_length

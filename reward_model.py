@@ -383,9 +383,10 @@ def main(args: Args) -> None:
         samples = sample_pairs(list(pairs)[: max(4, args.log_samples)], scores)
         return {f"eval/{name}": x for name, x in statistics.items()}, samples
 
-    for _ in run.steps(evaluate if eval_pairs else None):
+    for step in run.steps(evaluate if eval_pairs else None):
         # ---- update: one batch of pairs, cut into micro-batches ----
         run.phase("training")
+        optimizer.begin_step(step, 1)
         position = run.state.get("position", 0)
         batch = take_prompts(pairs, position, args.batch_size, args.seed)
         total = torch.zeros((), dtype=torch.float64, device=world.device)

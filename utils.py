@@ -269,10 +269,12 @@ class Optimizer:
         self.total_updates = steps * updates_per_step
         self.updates_per_step = updates_per_step
         self.lr = 0.0  # of the last update
-        self.updates = self.skipped_in_a_row = self.since_rescaled = 0
+        self.updates = 0  # the place in the schedule
+        self.skipped_in_a_row = self.since_rescaled = 0
         self.rescales = args.precision == "fp16"
         self.loss_scale = 2.0**16 if self.rescales else 1.0
-        self.counters = ["updates", "skipped_in_a_row", "lr"]  # what a resume goes on with
+        # What a resume goes on with; `updates` is a function of the step (`begin_step`).
+        self.counters = ["skipped_in_a_row", "lr"]
         if self.rescales:
             self.counters += ["loss_scale", "since_rescaled"]
         self.norms: list[float] = []  # of the gradients since the last `metrics`, before clipping
@@ -317,11 +319,13 @@ class Optimizer:
                 "updates in a row; resume from the last checkpoint with a lower one"
             )
 
-    def align_schedule(self, updates: int) -> None:
-        """Begin a step of so many updates: the schedule, which goes by steps, skips those that are
-        missing where responses were left out.
+    def begin_step(self, step: int, updates: int) -> None:
+        """Set the place in the schedule: `step`, from 1 on, ends with its last update.
+
+        A step with fewer `updates`, as responses were left out, skips the places of its first ones.
+        The place does not depend on earlier steps, so it is right after a resume with other flags.
         """
-        self.updates += self.updates_per_step - updates
+        self.updates = step * self.updates_per_step - updates
 
     def rescale(self, finite: bool) -> bool:
         """Adapt the scale of the loss to an update; return whether it was lowered."""

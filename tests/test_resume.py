@@ -189,7 +189,8 @@ def test_changed_flags_of_an_optimizer(load, tokenizer, world, tmp_path, prefix)
     with fp16.
     """
 
-    def update(model, optimizer: utils.Optimizer) -> torch.Tensor:
+    def update(optimizer: utils.Optimizer, step: int) -> torch.Tensor:
+        optimizer.begin_step(step, 1)
         optimizer.backward(sum(x.square().sum() for x in optimizer.parameters))
         optimizer.step()
         return torch.cat([x.detach().flatten() for x in optimizer.parameters])
@@ -203,21 +204,22 @@ def test_changed_flags_of_an_optimizer(load, tokenizer, world, tmp_path, prefix)
             model.name_or_path, world, tokenizer, {"": model}, {"": optimizer}
         )
         assert optimizer.loss_scale == (2.0**16 if args.precision == "fp16" else 1.0)
-        return update(model, optimizer)
+        return update(optimizer, 3)
 
     for precision in ("fp16", "float32"):
         args = ppo.Args(learning_rate=1e-3, critic_learning_rate=1e-3, precision=precision)
         args.lr_schedule = args.critic_lr_schedule = "linear"
         model = load("qwen2")
         optimizer = utils.Optimizer(model, args, 9, prefix=prefix)
-        for _ in range(2):
-            update(model, optimizer)
+        for step in (1, 2):
+            update(optimizer, step)
         shutil.rmtree(tmp_path / "checkpoints", ignore_errors=True)
-        state = {"step": 1, "optimizers": {"": optimizer.state_dict()}}
+        # An older checkpoint has a counter of updates, which nothing reads.
+        state = {"step": 1, "optimizers": {"": {**optimizer.state_dict(), "updates": 7}}}
         checkpoints.save_checkpoint(
             str(tmp_path), world, tokenizer, state, {"": model}, {"": optimizer}, 0
         )
-        unchanged = update(model, optimizer)
+        unchanged = update(optimizer, 3)
         for name in ("fp16", "float32"):
             assert torch.equal(resumed(dataclasses.replace(args, precision=name)), unchanged)
     changed = {
@@ -245,6 +247,85 @@ def test_a_changed_weight_of_the_kl(tmp_path, script):
     weights = [row["objective/kl_coef"] for row in metrics_of(values)]
     # far below the target
     assert weights == pytest.approx([0.1, 0.2, 0.3, 0.3 * (1 - 0.2 * 8 / 10), 0.1])
+
+
+# Four steps of eight responses each, in two updates each for the policy and four for the critic.
+SCHEDULES = {
+    "grpo": {"lr_schedule": "linear"},
+    "rloo": {"lr_schedule": "cosine"},
+    "ppo": {
+        "lr_schedule": "linear",
+        "critic_lr_schedule": "cosine",
+        "critic_num_epochs": 2,
+        "critic_warmup_steps": 1,
+        "kl_coef": 0.0,
+    },
+    "distill": {"lr_schedule": "linear", "on_policy_share": 0.0, "passes": 2.5},
+    "reward_model": {"lr_schedule": "cosine", "batch_size": 8, "passes": 2.5},
+}
+NOT_OF = {  # flags that a script lacks
+    "distill": "group_size total_episodes kl_coef non_stop_penalty",
+    "reward_model": "reward group_size total_episodes kl_coef non_stop_penalty rollout_batch_size mini_batch_size "
+    "num_epochs max_response_length eval_samples",
+}
+OTHER_FLAGS = [
+    ("grpo", {"num_epochs": 2}),
+    ("grpo", {"num_epochs": 3, "lr_schedule": "cosine", "warmup_ratio": 0.6}),
+    ("grpo", {"total_episodes": 48, "min_learning_rate": 1e-3}),
+    ("rloo", {"mini_batch_size": 0}),
+    ("rloo", {"mini_batch_size": 3, "total_episodes": 24}),
+    ("ppo", {"critic_num_epochs": 1, "mini_batch_size": 8}),
+    ("ppo", {"critic_mini_batch_size": 2, "num_epochs": 2}),
+    ("ppo", {"critic_warmup_steps": 3}),
+    ("ppo", {"critic_warmup_steps": 0, "critic_warmup_ratio": 0.5}),
+    ("distill", {"mini_batch_size": 2, "num_epochs": 3}),
+    ("distill", {"passes": 3.1}),
+    ("reward_model", {"passes": 3.1, "warmup_ratio": 0.9}),
+    ("reward_model", {"batch_size": 6}),
+]
+
+
+@pytest.fixture(scope="module")
+def scheduled(tmp_path_factory) -> dict[str, dict]:
+    """Runs of two steps with a checkpoint."""
+    folder = tmp_path_factory.mktemp("schedules")
+    common = {**helpers.workspace(folder), "run_name": "run", "num_epochs": 1, "eval_every": 0}
+    pairs = [{**row, "chosen": row["answer"], "rejected": "?"} for row in helpers.ROWS]
+    runs = {}
+    for script, flags in SCHEDULES.items():
+        runs[script] = {**common, **flags, "output_dir": str(folder / script)}
+        for name in NOT_OF.get(script, "").split():
+            del runs[script][name]
+        if script in NOT_OF:
+            runs[script]["learning_rate"] = 1e-3
+    runs["distill"]["rollout_batch_size"] = 8
+    runs["reward_model"]["dataset"] = helpers.write_rows(folder / "pairs.jsonl", pairs)
+    for script, values in runs.items():
+        half = "passes" if script in NOT_OF else "total_episodes"
+        run_here({**values, half: {"passes": 1.3, "total_episodes": 16}[half]}, script)
+    return runs
+
+
+@pytest.mark.parametrize("script, changed", OTHER_FLAGS)
+def test_the_place_in_the_schedule(scheduled, tmp_path, monkeypatch, script, changed):
+    """After a resume with other flags, each update has the learning rate of a run that has had them
+    from the start.
+    """
+    rates = []
+    step = utils.Optimizer.step
+
+    def noting(optimizer: utils.Optimizer) -> None:
+        step(optimizer)
+        rates.append((optimizer.prefix, optimizer.lr))
+
+    monkeypatch.setattr(utils.Optimizer, "step", noting)
+    values = {**scheduled[script], **changed, "save_every": 0}
+    run_here({**values, "output_dir": str(tmp_path / "from the start")}, script)
+    expected, rates[:] = rates[:], []
+    shutil.copytree(scheduled[script]["output_dir"], tmp_path / "runs")
+    run_here({**values, "output_dir": str(tmp_path / "runs"), "resume": True}, script)
+    assert 0 < len(rates) < len(expected) and rates == expected[-len(rates) :]
+    assert len({rate for _, rate in rates}) > 1
 
 
 # ---- whole runs ----------------------------------------------------------------------------------
