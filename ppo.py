@@ -1131,7 +1131,7 @@ def main(args: Args) -> None:
             **critic_optimizer.metrics(),
             **sampler.metrics(),
         }
-        if args.kl_target:
+        if args.kl_target and updates:
             # Of means over tokens, where objective/kl has sums.
             mean_kl = total["mean_kl"] / total["responses"]
             run.state["kl_coef"] = adapt_kl_coef(

@@ -410,3 +410,14 @@ def test_critic_warm_up(base, tmp_path, monkeypatch):
     assert [rows[-1][name] for name in ("lr", "critic_lr")] == [0, 0]  # linear, to the last update
     # 4 updates a step
     assert rows[2]["lr"] == pytest.approx(3e-3 * utils.lr_factor(3, 8, 0.03, "linear"))
+
+
+@pytest.mark.parametrize("pf_ppo", ["none", "pow"])
+def test_the_weight_of_the_kl_waits_for_the_policy(base, tmp_path, pf_ppo):
+    """--kl_target has nothing to adapt to while the critic trains alone."""
+    values = {**base, "output_dir": str(tmp_path), "pf_ppo": pf_ppo, "critic_warmup_steps": 2}
+    run_here({**values, "kl_target": 9.0, "kl_horizon": 10, "save_every": 0}, "ppo")
+    rows = metrics_of(values)
+    # far below the target
+    expected = [0.1, 0.1, 0.1, 0.1 * (1 - 0.2 * 8 / 10)]
+    assert [row["objective/kl_coef"] for row in rows] == pytest.approx(expected)
