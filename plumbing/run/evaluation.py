@@ -57,7 +57,7 @@ def evaluate(sampler: Sampler, rows: list[Row]) -> tuple[dict, list[dict]] | Non
         right = grouped.nansum(1).int().tolist()
         for n in (2**i for i in range(1, k.bit_length())):  # 2, 4, ... up to the number of samples
             passed = [pass_at_k(*counts, n) for counts in zip(scored, right)]
-            metrics[f"eval/pass@{n}"] = torch.tensor(passed).double().nanmean().item()
+            metrics[f"eval/pass@{n}"] = correct.new_tensor(passed).nanmean().item()  # float64
         names = [sample.row.get("dataset") for sample in batch.samples]
         for name in dict.fromkeys(names) if len(set(names)) > 1 else ():
             of_name = torch.tensor([each == name for each in names])
@@ -191,7 +191,7 @@ def mismatch_metrics(total: dict[str, float], step: int, batch: Batch) -> dict[s
     if "policy_steps" in batch.tokens:  # of an engine
         # What distill.py learns of the data set is sampled by no policy.
         sampled = batch.response_mask & batch.tokens["rollout_logprobs"].isfinite()
-        ages = (step - 1 - batch.tokens["policy_steps"]).where(sampled, math.nan)  # (N, T)
+        ages = (step - 1 - batch.tokens["policy_steps"].double()).where(sampled, math.nan)  # (N, T)
         newest = ages.nan_to_num(math.inf).amin(1, keepdim=True)
         metrics = {
             "rollout/staleness": ages.nanmean().item(),
