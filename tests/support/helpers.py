@@ -42,7 +42,7 @@ import plumbing.turns.conversations  # noqa: F401
 from plumbing import cli
 from plumbing.data import prompts
 from plumbing.rewards.sources import Scoring
-from plumbing.rewards.workers import end
+from plumbing.rewards.workers import Workers, end
 from plumbing.run import log as run_log
 
 GAME = f"{ROOT / 'tests/support/game.py'}:Game"  # an environment
@@ -512,32 +512,20 @@ def run_ranks(
 def run_here(values: dict | list[str], script: str = "grpo") -> None:
     """`main` in this process, without curves.png; `values` may be the words of a command line.
 
-    What it changes is put back: signal handlers, reward processes.
+    What it changes is put back: signal handlers; its reward processes are ended.
     """
     module = __import__(script)
-    plot_curves = run_log.plot_curves
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    made = []
-    rewards = getattr(module, "RewardSources", None) or object
-
-    class Closed(rewards):
-        def __init__(self, *args):
-            super().__init__(*args)
-            made.append(self)
-
-    if hasattr(module, "RewardSources"):
-        module.Rewards = Closed
-    run_log.plot_curves = lambda *args: None
+    line = values if isinstance(values, list) else words(values)
+    made: list[Workers] = []
+    begin = Workers.__init__
     try:
-        line = values if isinstance(values, list) else words(values)
-        module.main(cli.parse(module.Args, line))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Workers, "__init__", lambda *args: made.append(args[0]) or begin(*args))
+            patch.setattr(run_log, "plot_curves", lambda *args: None)
+            module.main(cli.parse(module.Args, line))
     finally:
-        run_log.plot_curves = plot_curves
-        if hasattr(module, "RewardSources"):
-            module.Rewards = rewards
-        for each in made:
-            each.close()
-            atexit.unregister(each.close)
+        end_workers(*made)
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
