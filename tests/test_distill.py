@@ -239,6 +239,29 @@ def test_who_answers_a_prompt(tmp_path, share):
     assert max(compared, default=0) < 1e-4 and (len(compared) < len(metrics)) == (share < 0.5)
 
 
+@pytest.mark.parametrize("given", [None, 2.0])
+def test_the_temperature_of_the_teacher(tmp_path, given):
+    """It is that of the student, 0.5, unless it is given."""
+    teacher = tiny_model(tmp_path / "teacher", initializer_range=0.1)
+    changes = {"teacher_temperature": given} if given else {}
+    values = flags(tmp_path, teacher=teacher, on_policy_share=0.0, temperature=0.5, **changes)
+    run_here({**values, "passes": 4 / 13}, "distill")
+    entropies = []
+    for name, temperature in ((teacher, given or 0.5), (values["model"], 0.5)):
+        model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=torch.float64)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+        of_tokens = []
+        for row in read_lines(folder_of(values) / "samples.jsonl"):
+            query, answer = (tokenizer.encode(row[x]) for x in ("prompt", "answer"))
+            logits = model(torch.tensor([query + answer])).logits[0, len(query) - 1 :]
+            logprobs = (logits / temperature).log_softmax(-1)
+            of_tokens += (-(logprobs.exp() * logprobs).sum(-1)).tolist()
+        entropies.append(sum(of_tokens) / len(of_tokens))
+    (row,) = metrics_of(values)
+    names = ("teacher/entropy_avg", "policy/entropy_avg")
+    assert [row[name] for name in names] == pytest.approx(entropies, rel=1e-6)
+
+
 def test_a_student_becomes_its_teacher(tmp_path):
     """By the sampled form of the reverse KL. (Runs with a whole divergence: test_golden.py.)"""
     teacher = tiny_model(tmp_path / "teacher", initializer_range=0.1)

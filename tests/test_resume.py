@@ -233,8 +233,12 @@ def test_changed_flags_of_an_optimizer(load, tokenizer, world, tmp_path, prefix)
 
 @pytest.mark.parametrize("script", ["grpo", "rloo", "ppo"])
 def test_a_changed_weight_of_the_kl(tmp_path, script):
-    """It is that of the flag, unless --kl_target has adapted it: then a resume goes on with it."""
+    """It is that of the flag, unless --kl_target has adapted it: then a resume goes on with it.
+    Responses without a score do not count.
+    """
     values = {**helpers.workspace(tmp_path), "run_name": "run", "eval_every": 0, "kl_horizon": 10}
+    reward = Path(values["reward"].partition(":")[0])
+    reward.write_text(helpers.REWARD.replace("% 7 / 7", "% 7 % 5 / 7 or None"))
     changes = [
         {},
         {"kl_coef": 0.2},
@@ -244,9 +248,12 @@ def test_a_changed_weight_of_the_kl(tmp_path, script):
     ]
     for step, changed in enumerate(changes, 1):
         run_here({**values, **changed, "total_episodes": 8 * step, "resume": step > 1}, script)
-    weights = [row["objective/kl_coef"] for row in metrics_of(values)]
+    rows = metrics_of(values)
+    scored = 8 - rows[2]["val/missing_scores"]
+    assert 0 < scored < 8
     # far below the target
-    assert weights == pytest.approx([0.1, 0.2, 0.3, 0.3 * (1 - 0.2 * 8 / 10), 0.1])
+    expected = [0.1, 0.2, 0.3, 0.3 * (1 - 0.2 * scored / 10), 0.1]
+    assert [row["objective/kl_coef"] for row in rows] == pytest.approx(expected)
 
 
 # Four steps of eight responses each, in two updates each for the policy and four for the critic.

@@ -241,9 +241,10 @@ def test_what_a_run_trains_on(base, tmp_path, monkeypatch, kind, kl_in, size):
             assert x.abs().max() < 1e-9 or a.eq(0).all() or torch.equal(x != 0, a != 0)
 
 
-def test_remax_compares_with_the_greedy_response(base, tmp_path, monkeypatch):
+@pytest.mark.parametrize("masked", [False, True])
+def test_remax_compares_with_the_greedy_response(base, tmp_path, monkeypatch, masked):
     """By transformers' own greedy generation, of one prompt at a time; a greedy response can lack a
-    stop, too.
+    stop, too: --mask_truncated does not leave it out.
     """
     calls = record(monkeypatch, "token_advantages")
     values = {
@@ -257,10 +258,10 @@ def test_remax_compares_with_the_greedy_response(base, tmp_path, monkeypatch):
         mini_batch_size=24, num_epochs=1, total_episodes=24, max_response_length=4, log_samples=24
     )
     values |= dict(
-        non_stop_penalty=True, penalty_reward_value=-1.0, mask_truncated=False, ratio="sequence"
+        non_stop_penalty=True, penalty_reward_value=-1.0, mask_truncated=masked, ratio="sequence"
     )
     run_here(values, "rloo")
-    (((_, _, baselines, _, mask, *_), advantages),) = calls
+    (((_, scores, baselines, _, mask, *_), advantages),) = calls
     model, tokenizer = (
         kind.from_pretrained(base["model"]) for kind in (AutoModelForCausalLM, AutoTokenizer)
     )
@@ -276,5 +277,7 @@ def test_remax_compares_with_the_greedy_response(base, tmp_path, monkeypatch):
     assert len(set(expected)) > 2 and -1.0 in expected
     # With one update a rollout the ratio is 1, and the loss of --ratio sequence the mean of -A over
     # the responses.
-    mean = (advantages.sum(1) / mask.sum(1)).mean().item()
+    trained = scores.isfinite()
+    assert trained.all() != masked
+    mean = (advantages.sum(1) / mask.sum(1))[trained].mean().item()
     assert metrics_of(values)[1]["loss/policy_avg"] == pytest.approx(-mean, rel=1e-5)
