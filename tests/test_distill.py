@@ -262,6 +262,13 @@ def test_the_temperature_of_the_teacher(tmp_path, given):
     assert [row[name] for name in names] == pytest.approx(entropies, rel=1e-6)
 
 
+def test_the_mismatch_is_that_before_the_first_update(tmp_path):
+    """Of two in a step."""
+    teacher = tiny_model(tmp_path / "teacher", initializer_range=0.1)
+    run_here(values := flags(tmp_path, teacher=teacher, mini_batch_size=2), "distill")
+    assert all(row["rollout/logprob_diff_max"] < 1e-5 for row in metrics_of(values))
+
+
 def test_a_student_becomes_its_teacher(tmp_path):
     """By the sampled form of the reverse KL. (Runs with a whole divergence: test_golden.py.)"""
     teacher = tiny_model(tmp_path / "teacher", initializer_range=0.1)

@@ -439,6 +439,21 @@ def test_lr_factor():
         assert course(schedule, 1) == [1.0] and course(schedule, 4, 1.0) == [0.25, 0.5, 0.75, 1.0]
 
 
+def test_a_step_ends_with_its_last_place_in_the_schedule():
+    """Of two updates a step; where responses are left out, there are fewer, or none."""
+    layer = torch.nn.Linear(2, 1)
+    args = grpo.Args(learning_rate=1.0, lr_schedule="linear", warmup_ratio=0.0)
+    optimizer = utils.Optimizer(layer, args, 4, 2)
+    rates = []
+    for step, updates in ((1, 2), (2, 1), (3, 0), (4, 2)):
+        optimizer.begin_step(step, updates)
+        for _ in range(updates):
+            optimizer.backward(layer.weight.sum())
+            optimizer.step()
+            rates.append(optimizer.lr)
+    assert rates == pytest.approx([1 - place / 7 for place in (0, 1, 3, 6, 7)])
+
+
 def test_weight_decay_is_for_matrices():
     layer = torch.nn.Linear(3, 2)
     weight, bias = (parameter.detach().clone() for parameter in layer.parameters())

@@ -209,6 +209,7 @@ def base(tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("ppo")
     values = helpers.workspace(folder)
     (folder / "some.py").write_text(SOME)
+    (folder / "group.py").write_text(SOME.replace("i % 4 == 1", "int(p.split('+')[0]) % 2"))
     models = {name: helpers.tiny_model(folder / name, "gpt_neox") for name in ("neox", "reference")}
     reference = AutoModelForCausalLM.from_pretrained(models["reference"])
     for parameter in reference.parameters():
@@ -240,6 +241,10 @@ STEPS = {
     "discounted": dict(gamma=0.9, gae_lambda=0.8, kl_estimator="abs"),
     "KL in the loss": dict(kl_in="loss", kl_estimator="k3", loss_aggregation="sequence"),
     "pf_ppo": dict(pf_ppo="max_random", kl_estimator="k1"),
+    "pf_ppo of a group without scores": dict(
+        pf_ppo="max_random", kl_estimator="k1", reward="group.py"
+    ),
+    "pf_ppo of the step": dict(pf_ppo="pow", kl_estimator="k1", group_size=1, rollout_batch_size=8),
     "decoupled": dict(critic_gae_lambda=1.0, kl_estimator="k2", gamma=0.9),
     "updates": dict(
         mini_batch_size=4,
@@ -260,7 +265,6 @@ def test_a_step_by_plain_loops(base, batches, tmp_path, changes):
     values = {
         **base,
         "output_dir": str(tmp_path),
-        "reward": base["reward"].replace("reward.py", "some.py"),
         "precision": "float64",
         "total_episodes": 8,
         "save_every": 0,
@@ -270,6 +274,7 @@ def test_a_step_by_plain_loops(base, batches, tmp_path, changes):
         "penalty_reward_value": -0.5,
         "value_model": scalar_folder(base["model"], tmp_path / "critic"),
         **changes,
+        "reward": base["reward"].replace("reward.py", changes.get("reward", "some.py")),
     }
     run_here(values, "ppo")
     (row,) = metrics_of(values)
@@ -308,13 +313,17 @@ def test_a_step_by_plain_loops(base, batches, tmp_path, changes):
     drawn = list(range(8))
     if "pf_ppo" in changes:
         numbers = utils.generator("filter", 1, 1)
-        odds = (odds_by_hand(scores[a : a + 4], "max_random") for a in (0, 4))
+        size = 8 if values["group_size"] == 1 else 4
+        odds = (odds_by_hand(scores[a : a + size], changes["pf_ppo"]) for a in range(0, 8, size))
         drawn = [
-            4 * group + i
+            size * group + i
             for group, p in enumerate(odds)
-            for i in numbers.choice(4, 4, p=p).tolist()
+            for i in numbers.choice(size, size, p=p).tolist()
         ]
         assert len(set(drawn)) < 8
+        assert ("reward" in changes) == any(
+            set(trained).isdisjoint(range(a, a + 4)) for a in (0, 4)
+        )
     rewards = [[0.0 if in_loss else -0.1 * k.item() for k in kls[i]] for i in trained]
     for reward, i in zip(rewards, trained):
         reward[-1] += scores[i]
@@ -385,6 +394,7 @@ def test_critic_warm_up(base, tmp_path, monkeypatch):
     values |= dict(
         lr_schedule="linear", critic_lr_schedule="linear", ptx_coef=0.1, kl_coef=0.0, gae_lambda=1.0
     )
+    values |= {"critic_num_epochs": 1, "critic_mini_batch_size": 2}
     imitated = []
     original = ppo.ptx_loss
     monkeypatch.setattr(ppo, "ptx_loss", lambda *args: imitated.extend(args[1]) or original(*args))
@@ -410,6 +420,10 @@ def test_critic_warm_up(base, tmp_path, monkeypatch):
     assert [rows[-1][name] for name in ("lr", "critic_lr")] == [0, 0]  # linear, to the last update
     # 4 updates a step
     assert rows[2]["lr"] == pytest.approx(3e-3 * utils.lr_factor(3, 8, 0.03, "linear"))
+    assert rows[1]["critic_lr"] == pytest.approx(1e-5 * utils.lr_factor(7, 16, 0.03, "linear"))
+    for row in rows[2:]:
+        loss = row["loss/policy_avg"] + 0.1 * row["loss/ptx"]
+        assert row["objective/loss"] == pytest.approx(loss, rel=1e-6)
 
 
 @pytest.mark.parametrize("pf_ppo", ["none", "pow"])

@@ -388,6 +388,7 @@ def test_a_step_by_plain_loops(base, straight):
         "model": start,
         "precision": "float64",
         "batch_size": 5,
+        "micro_batch_tokens": 40,
         "eval_every": 0,
     }
     run_here(values, "reward_model")

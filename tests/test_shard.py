@@ -358,6 +358,16 @@ def test_the_scale_of_the_loss():
     assert updated(again, [1.0, 1.0], times=2000).loss_scale == 2.0
     updated(again, [torch.nan, 1.0], times=3)  # of which the first lowers the scale
     assert again.loss_scale == 1.0 and again.skipped_in_a_row == 2
+    assert again.metrics() == {
+        "lr": again.lr,
+        "loss/grad_norm": pytest.approx(2**0.5),
+        "val/skipped_updates": 3,
+        "val/loss_scale": 1.0,
+    }
+    third = new()
+    third.load_state_dict(again.state_dict())
+    assert third.skipped_in_a_row == 2 and third.lr == again.lr > 0
+    assert updated(third, [1.0, 1.0]).skipped_in_a_row == 0
 
 
 # ---- --shard auto --------------------------------------------------------------------------------
