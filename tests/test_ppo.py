@@ -394,7 +394,7 @@ def test_critic_warm_up(base, tmp_path, monkeypatch):
     values |= dict(
         lr_schedule="linear", critic_lr_schedule="linear", ptx_coef=0.1, kl_coef=0.0, gae_lambda=1.0
     )
-    values |= {"critic_num_epochs": 1, "critic_mini_batch_size": 2}
+    values |= {"critic_num_epochs": 1, "critic_mini_batch_size": 3}
     imitated = []
     original = ppo.ptx_loss
     monkeypatch.setattr(ppo, "ptx_loss", lambda *args: imitated.extend(args[1]) or original(*args))
@@ -420,7 +420,7 @@ def test_critic_warm_up(base, tmp_path, monkeypatch):
     assert [rows[-1][name] for name in ("lr", "critic_lr")] == [0, 0]  # linear, to the last update
     # 4 updates a step
     assert rows[2]["lr"] == pytest.approx(3e-3 * utils.lr_factor(3, 8, 0.03, "linear"))
-    assert rows[1]["critic_lr"] == pytest.approx(1e-5 * utils.lr_factor(7, 16, 0.03, "linear"))
+    assert rows[1]["critic_lr"] == pytest.approx(1e-5 * utils.lr_factor(5, 12, 0.03, "linear"))
     for row in rows[2:]:
         loss = row["loss/policy_avg"] + 0.1 * row["loss/ptx"]
         assert row["objective/loss"] == pytest.approx(loss, rel=1e-6)
