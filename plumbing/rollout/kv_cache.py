@@ -1,10 +1,13 @@
-"""The cache of the decode loop: keys and values of a response's tokens so far."""
+"""The cache of the decode loop, keys and values of a response's tokens so far, and how the next token
+attends to it.
+"""
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
-from transformers import Cache
+from torch.nn.functional import pad, scaled_dot_product_attention
+from transformers import AttentionInterface, Cache
 from transformers.cache_utils import DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 ROOM = 128  # tokens that a layer has memory for beyond those that it holds, when it grows
 
@@ -60,3 +63,28 @@ def expand_cache(cache: Cache, prompts: Tensor) -> None:
         RoomyLayer(x) if type(x) is DynamicLayer and x.is_initialized else x for x in cache.layers
     ]
     cache.reorder_cache(prompts)
+
+
+def attend_by_group(
+    module, query, key, value, attention_mask, dropout=0.0, scaling=None, **options
+) -> tuple[Tensor, None]:
+    """Return what transformers' attention "sdpa" does; where each row has one new token, without
+    copies of the cache.
+
+    With that token, the queries of the heads that share a key (grouped-query attention) are like
+    those of several tokens that see the same ones, so the key is not copied for each of these heads.
+    """
+    n, heads, length, size = query.shape
+    per_head = attention_mask is not None and attention_mask.shape[1] > 1
+    if length > 1 or heads == key.shape[1] or per_head or options.get("position_bias") is not None:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout, scaling, **options
+        )
+    groups = query.reshape(n, key.shape[1], -1, size)
+    output = scaled_dot_product_attention(
+        groups, key, value, attention_mask, dropout, scale=scaling
+    )
+    return output.reshape(n, 1, heads, -1), None
+
+
+AttentionInterface.register("sdpa", attend_by_group)
