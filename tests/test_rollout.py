@@ -19,13 +19,19 @@ from helpers import listed, refused
 from pebble import ThreadPool
 from tiny_models import CPU, make_tokenizer
 from tokenizers.processors import TemplateProcessing
-from transformers import DynamicCache, GenerationConfig
+from torch.nn.functional import pad
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Cache, DynamicCache, GenerationConfig
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import utils
 from grpo import Args, generate
 from plumbing.models.loading import precision
 from plumbing.rewards.sources import RewardSources
-from plumbing.rollout.batch import Batch, Sampler
+from plumbing.rollout import kv_cache
+from plumbing.rollout.batch import Batch, Sampler, invert_distribution
+from plumbing.rollout.kv_cache import RoomyLayer, attend_by_group, expand_cache
 from plumbing.run.speed import Decoding
 
 FAMILIES = ["qwen2", "llama", "gemma", "gemma2", "gpt_neox", "gpt2"]
@@ -131,6 +137,32 @@ def test_sampler_is_exact_in_a_large_vocabulary():
     assert torch.equal(draw(torch.zeros(7, size), numbers)[0], tokens)
 
 
+@pytest.mark.parametrize("size", [1, 255, 256, 257, 5_000])
+def test_sums_by_blocks_draw_what_a_plain_sum_does(size):
+    numbers = uniforms_of(3_000, 1)
+    numbers[::3] = 0.0
+    numbers[1::3] = 1 - 2**-53
+    weights = (9 * torch.randn(3_000, size, generator=torch.Generator().manual_seed(1))).exp()
+    weights[torch.rand(3_000, size, generator=torch.Generator().manual_seed(2)) < 0.5] = 0
+    weights[:, size // 2] = 0.1
+    tokens = invert_distribution(weights, numbers)
+    cdf = weights.cumsum(-1, dtype=F64)
+    shares = pad(cdf, (1, 0)) / cdf[:, -1:]
+    assert (weights.gather(1, tokens) > 0).all()  # never what is masked
+    assert (shares.gather(1, tokens) <= numbers + 1e-15).all()
+    assert (shares.gather(1, tokens + 1) >= numbers - 1e-15).all()
+    # 0 draws the first that is possible, and the largest number below 1 the last that matters
+    assert torch.equal(tokens[::3, 0], (weights[::3] > 0).int().argmax(1))
+    assert (cdf.gather(1, tokens)[1::3] >= cdf[1::3, -1:] * (1 - 1e-15)).all()
+
+
+def test_weights_that_are_no_numbers_draw_some_token():
+    weights = torch.full((4, 300), math.nan)
+    weights[2:, :150] = 1.0
+    tokens = invert_distribution(weights, uniforms_of(4, 1))
+    assert tokens.shape == (4, 1) and ((tokens >= 0) & (tokens < 300)).all()
+
+
 # ---- generate ------------------------------------------------------------------------------------
 
 
@@ -152,6 +184,117 @@ def test_samples_are_those_of_each_row_alone(load, family, temperature):
     assert len(set(decoding)) >= 2 and decoding == sorted(decoding, reverse=True)
     assert len({len(response) for response in responses}) >= 4
     assert len({response[-1] for response in responses} & set(stops)) > 2
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_prompt_is_read_once(load, family):
+    model = load(family, F64)
+    rows = []
+    model.get_input_embeddings().register_forward_pre_hook(
+        lambda _, inputs: rows.append(tuple(inputs[0].shape))
+    )
+    queries = queries_of([3, 9, 1, 5])
+    mixed = [queries[i] for i in (0, 1, 1, 2, 0, 3, 1, 2)]
+    numbers = uniforms_of(8, 6)
+    for changes in ({}, {"repetition_penalty": 2.5, "min_response_length": 3}):
+        args = Args(max_response_length=6, **changes)
+        for uniforms in (numbers, None):
+            rows.clear()
+            sampled = listed(generate(model, mixed, uniforms, STOPS, args, never))
+            assert rows[:2] == [(4, 9), (8, 1)]
+            for i, query in enumerate(mixed):
+                of_row = None if uniforms is None else uniforms[i : i + 1]
+                alone = listed(generate(model, [query], of_row, STOPS, args, never))
+                assert sampled[0][i] == alone[0][0]
+                values = alone[1][0]["rollout_logprobs"]
+                assert sampled[1][i] == {"rollout_logprobs": pytest.approx(values, abs=1e-6)}
+
+
+class Copies(TorchDispatchMode):
+    """Records (operator, elements, where its first input is) of each tensor that is written anew."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        name = function.overloadpacket.__name__
+        if name in ("_to_copy", "clone", "cat", "constant_pad_nd", "index_select"):
+            source = args[0][0] if name == "cat" else args[0]
+            self.seen.append((name, result.numel(), source.data_ptr()))
+        return result
+
+
+@pytest.mark.parametrize("half", [True, False])
+def test_a_token_copies_neither_the_weights_nor_what_came_before(load, half):
+    model = load("llama", num_attention_heads=4, num_key_value_heads=2)
+    weights = {x.data_ptr() for x in model.parameters() if x.dim() == 2}
+    args = Args(max_response_length=20)
+    caches = []
+    keep = lambda model, inputs, options: caches.append(options["past_key_values"])
+    model.register_forward_pre_hook(keep, with_kwargs=True)
+    with torch.autocast("cpu", torch.bfloat16, enabled=half), Copies() as copies:
+        # of 100 tokens, so that what came before is more than the logits
+        queries = queries_of([100, 99, 98, 97])
+        list(generate(model, queries, uniforms_of(4, 20), [999], args, never))
+    casts = [where for _, _, where in copies.seen if where in weights]
+    assert len(casts) == len(set(casts)) == half * (len(weights) - 1)  # without the embeddings
+    held = caches[-1].layers[0].keys
+    assert held.dtype == (torch.bfloat16 if half else torch.float32) and held.shape[2] == 119
+    large = [name for name, size, _ in copies.seen if size >= 100 * 4 * held.shape[-1]]
+    # the prompts' pass, then keys and values of two layers expanded, and given room
+    assert large[-8:] == ["index_select"] * 4 + ["constant_pad_nd"] * 4
+    with Copies() as copies:
+        caches[-1].layers[0].update(held[:, :, :1], held[:, :, :1])
+    assert not copies.seen
+
+
+def test_a_layer_with_room_is_one_without():
+    plain = DynamicLayer()
+    numbers = torch.Generator().manual_seed(0)
+    states = lambda rows, length: torch.randn(2, rows, 2, length, 4, generator=numbers)
+    plain.update(*states(3, 5))
+    roomy = RoomyLayer(plain)
+    for length in (1, 1, kv_cache.ROOM - 2, 1, 1, 3 * kv_cache.ROOM):
+        new = states(3, length)
+        for a, b in zip(roomy.update(*new), plain.update(*new)):
+            assert torch.equal(a, b)
+        assert roomy.get_mask_sizes(1) == plain.get_mask_sizes(1)
+    for rows in ([2, 0, 0, 1, 2], [1, 3], [0]):
+        new = states(len(rows), 1)
+        for layer in (roomy, plain):
+            layer.reorder_cache(torch.tensor(rows))
+        for a, b in zip(roomy.update(*new), plain.update(*new)):
+            assert torch.equal(a, b)
+
+
+def test_only_plain_layers_get_room():
+    cache = Cache([DynamicLayer(), DynamicSlidingWindowLayer(4), DynamicLayer()])
+    for i in range(2):  # the last one stays empty, as where layers share a cache
+        cache.update(*torch.ones(2, 2, 1, 3, 4), i)
+    expand_cache(cache, torch.tensor([0, 1, 1]))
+    types = [RoomyLayer, DynamicSlidingWindowLayer, DynamicLayer]
+    assert [type(layer) for layer in cache.layers] == types
+    assert [len(layer.keys) for layer in cache.layers[:2]] == [3, 3]
+
+
+@pytest.mark.parametrize("masked", ["rows", "heads", "none"])
+def test_heads_that_share_a_key_attend_as_each_alone(masked):
+    numbers = torch.Generator().manual_seed(0)
+    query = torch.randn(3, 6, 1, 8, generator=numbers, dtype=F64)
+    key, value = torch.randn(2, 3, 2, 5, 8, generator=numbers, dtype=F64)
+    mask = torch.rand(3, 6 if masked == "heads" else 1, 1, 5, generator=numbers) < 0.7
+    mask[..., 0] = True
+    mask = None if masked == "none" else mask
+    module = SimpleNamespace(num_key_value_groups=3, is_causal=True)
+    inputs = (module, query, key, value, mask)
+    expected = sdpa_attention_forward(*inputs, scaling=0.3)[0]
+    torch.testing.assert_close(attend_by_group(*inputs, scaling=0.3)[0], expected)
+    bias = torch.randn(1, 6, 1, 5, generator=numbers, dtype=F64)
+    if masked != "heads":
+        expected = sdpa_attention_forward(*inputs, position_bias=bias)[0]
+        torch.testing.assert_close(attend_by_group(*inputs, position_bias=bias)[0], expected)
 
 
 @pytest.mark.parametrize("longest, least", [(12, 0), (1, 0), (7, 1), (12, 4), (12, 12)])
