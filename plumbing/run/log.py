@@ -21,7 +21,7 @@ import numpy as np
 from tqdm import tqdm
 
 from plumbing.run.ranks import begin_phase
-from utils import World, exit_on_error, first_line, say, warn
+from utils import World, exit_on_error, first_line, one_line, say, warn
 
 PROGRESS = {  # the values in the progress bar, or in the line of a step, if a run has them
     "objective/scores": "score",
@@ -49,6 +49,7 @@ CURVES = {
     "val/sequence_lengths": "response length (tokens)",
     "loss/grad_norm": "gradient norm",
 }
+PATIENCE = 30  # minutes: a longer run on a CPU is told how to be as short
 # The name of a metric or score of a file's function or a server; its groups are what stays.
 SOURCE = r"^((?:eval/)?reward(?:_\w+)?/|)(?:(?:.*/)?(?=[^/]+\.py:[\w.]+(?:/\w+)?$)|https?://(?:[^/?#]*@)?([^?#]*).*)"
 
@@ -143,9 +144,15 @@ class RunLog:
         values = {}
         if step:
             self.latest.append(row)
-            evaluations = math.ceil((total - step) / max(1, self.args.eval_every))
-            seconds = fmean(each["time/step"] for each in self.latest) * (total - step)
-            values["left"] = f"{math.ceil((seconds + evaluations * self.evaluation) / 60)} min"
+            evaluations = math.ceil((total - step) / max(1, self.args.eval_every)) * self.evaluation
+            seconds = fmean(each["time/step"] for each in self.latest)
+            minutes = math.ceil((seconds * (total - step) + evaluations) / 60)
+            values["left"] = f"{minutes} min"
+            if step == 1 and self.world.device.type == "cpu" and minutes > PATIENCE:
+                steps = max(1, int((60 * PATIENCE - evaluations) / seconds))
+                size = row.get("episode", 0) * steps
+                shorter = f"; --total_episodes {size} ends in {PATIENCE}" if size else ""
+                say(f"on this machine the run takes about {minutes} minutes{shorter}")
         stopped = row.get("val/num_stop_token_ids")
         if stopped is not None:
             values["stopped"] = f"{stopped}/{row['val/sampled_prompts'] * self.args.group_size}"
@@ -234,17 +241,35 @@ class RunLog:
         print(message, flush=True)  # before the picture, as drawing it may be interrupted
         self.draw()
         rows = list(read_log(self.folder))
-        for key, name in CURVES.items():
+        of_sets = {name: None for row in rows for name in row if name.startswith("eval/accuracy/")}
+        names = {key: f"held-out accuracy of {key.split('/', 2)[2]}" for key in of_sets}
+        for key, name in (CURVES | names).items():
             values = [
                 f"{row[key]:.3f} at step {row['step']}" for row in rows if row.get(key) is not None
             ]
             if values and key.startswith("eval/"):
                 # One if there is only one.
                 print(f"{name}: {', '.join(dict.fromkeys((values[0], values[-1])))}")
+        self._print_answers()
         if os.path.exists(path := f"{self.folder}/curves.png"):
             print(f"curves: {path}", flush=True)
         if self.library:
             self.library.finish()
+
+    def _print_answers(self) -> None:
+        """Print three held-out prompts with their responses in the first and the last evaluation."""
+        rows = [row for row in read_log(self.folder, "held_out.jsonl") if "response" in row]
+        evaluations = [
+            {row["prompt"]: row["response"] for row in rows if row["step"] == step}
+            for step in sorted({row["step"] for row in rows})
+        ]
+        if len(evaluations) < 2:
+            return
+        prompts = [*evaluations[0]]
+        for prompt in prompts[:: math.ceil(len(prompts) / 3)]:
+            print(f"prompt: {shortened(one_line(prompt))}")
+            for name, responses in (("before", evaluations[0]), ("after", evaluations[-1])):
+                print(f"    {name}: {shortened(one_line(responses[prompt]))}")
 
 
 def shortened(x) -> str:
