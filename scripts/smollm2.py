@@ -50,16 +50,12 @@ def convert(gguf: Path, folder: str) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(**given)
     model = transformers.AutoModelForCausalLM.from_pretrained(**given, dtype=torch.float32)
     # A new model with the same weights: transformers refuses to save one that was quantised.
-    plain = type(model)(type(model.config)(**plain_config(model.config)))
+    del model.config.quantization_config
+    plain = type(model)(model.config)
     plain.load_state_dict(model.state_dict())
     plain.generation_config = model.generation_config
     plain.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-
-
-def plain_config(config) -> dict:
-    """Return a model's configuration without what says how its file was quantised."""
-    return {name: x for name, x in config.to_dict().items() if name != "quantization_config"}
 
 
 def main() -> None:
