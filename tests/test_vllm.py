@@ -438,7 +438,7 @@ def test_which_policy_made_which_token(base, tmp_path, monkeypatch, script, asyn
     for step, row in enumerate(rows, 1):
         assert row["rollout/staleness"] == pytest.approx(ages[step].double().mean().item())
         assert row["rollout/staleness_max"] == ages[step].max() <= async_steps
-        assert row["rollout/sync_gb"] > 0
+        assert row["rollout/sync_gb"] * 1e9 == policies[0].num_parameters() * 4  # tied head: once
         if not async_steps:
             assert row["rollout/logprob_diff_max"] < 1e-4 and row["rollout/prob_diff_mean"] < 1e-5
             assert row["rollout/correction_mean"] == pytest.approx(1, abs=1e-6)

@@ -31,6 +31,7 @@ from engine_checks import (
 )
 from helpers import ROOT, free_port, refused, sampled_by, tiny_model
 from test_reward_client import Server
+from tiny_models import random_model
 
 import utils
 from grpo import Args
@@ -159,7 +160,7 @@ def test_sync_brings_the_new_weights_to_all_servers(engine):
         servers.sync(model, 0)
         responses, logprobs = sample(servers, queries, list(range(16)))
         assert largest_difference(model, queries, responses, logprobs, 0.7) < 1e-4
-    numbers = sum(weight.numel() for weight in model.state_dict().values())
+    numbers = sum(weight.numel() for weight in model.parameters())  # the tied head once
     assert servers.metrics()["rollout/sync_gb"] * 1e9 == 4 * numbers
 
 
@@ -347,7 +348,7 @@ def test_a_failed_sync_ends_the_rollouts_of_all_ranks():
     servers.world = types.SimpleNamespace(barrier=lambda: None, all_gather=gather)
     servers.sender = types.SimpleNamespace(send_weights=lambda: None)
     servers.weights = vllm_servers.Weights(torch.float32)
-    servers.sync(torch.nn.Linear(1, 1), 1)
+    servers.sync(random_model("qwen2"), 1)
     # and every rank has gathered every weight
     assert servers.failure == "it broke" and not servers.weights.entries
 
@@ -355,7 +356,7 @@ def test_a_failed_sync_ends_the_rollouts_of_all_ranks():
 def test_weights_that_a_server_is_not_sent_are_an_error(engine, running, monkeypatch):
     servers = connect(*list(running[0])[:1])
     sent = [entry for entry in lora.base_weights(engine[1]) if "layers.1.mlp" not in entry[0]]
-    monkeypatch.setattr(vllm_servers, "base_weights", lambda model: sent)
+    monkeypatch.setattr(vllm_servers, "sent_weights", lambda model: sent)
     servers.sync(engine[1], 0)
     assert "2 of its weights are none of the trained model's: model.layers.1.mlp." in failure_of(
         servers

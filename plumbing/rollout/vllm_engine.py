@@ -10,6 +10,7 @@ import threading
 from typing import Any, Callable, Coroutine, Iterable
 
 import torch
+from transformers import PreTrainedModel
 
 from plumbing.models import loading
 from plumbing.models.lora import base_weights, merged
@@ -57,10 +58,24 @@ def policy_steps(spans: Iterable[dict]) -> list[int]:
     return [int(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
 
 
+def sent_weights(model: PreTrainedModel) -> list[tuple]:
+    """Return the `base_weights` that a sync sends: all but those that are tied to another one."""
+    tied = model.all_tied_weights_keys
+    return [entry for entry in base_weights(model) if entry[0] not in tied]
+
+
 class WeightWatch:
     """Mixed into vLLM's workers, which only log it if they have weights that no sync has sent."""
 
     get_model: Callable  # of the worker
+    tied: dict[str, str] = {}
+
+    def tie_weights(self, tied: dict[str, str]) -> None:
+        """Take weights that no sync sends, {name: another one's name}, for equal to another one.
+
+        vLLM has to load a tied head, too: it may compute with a copy.
+        """
+        self.tied = tied
 
     def watch_weights(self) -> None:
         """Begin to record the names of the weights that are loaded."""
@@ -68,8 +83,13 @@ class WeightWatch:
         load = model.load_weights
         self.loaded: set[str] = set()
 
+        def with_tied(weights):
+            for name, tensor in weights:
+                yield name, tensor
+                yield from ((other, tensor) for other, sent in self.tied.items() if sent == name)
+
         def load_and_record(weights):
-            names = load(weights)
+            names = load(with_tied(weights))
             self.loaded |= names
             return names
 
@@ -328,17 +348,18 @@ class Engine(VllmSampling):
                         future.set_result(output.outputs[0])
                 await asyncio.sleep(0)
 
-    def sync(self, model: torch.nn.Module, step: int) -> None:
+    def sync(self, model: PreTrainedModel, step: int) -> None:
         """Give the engine the weights of `model` after a step, and wake it."""
         self.run(self._load(model, step))
 
-    async def _load(self, model: torch.nn.Module, step: int) -> None:
-        weights = base_weights(model)
+    async def _load(self, model: PreTrainedModel, step: int) -> None:
+        weights = sent_weights(model)
         # A generator, so that of a sharded model one tensor at a time is gathered.
         full_tensors = ((name, merged(tensor, layer)) for name, tensor, layer in weights)
         with self._errors_as_failure(), torch.compiler.set_stance(self.stance):
             if self.can_sleep:  # if it is awake, vLLM does nothing
                 self.llm.wake_up(["weights"])
+            self.llm.collective_rpc("tie_weights", args=(model.all_tied_weights_keys,))
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": full_tensors})
             check_sent(self.llm.collective_rpc("missing_weights"))
             if self.can_sleep:

@@ -14,9 +14,16 @@ from typing import Iterator
 
 import aiohttp
 import torch
+from transformers import PreTrainedModel
 
-from plumbing.models.lora import base_weights, merged
-from plumbing.rollout.vllm_engine import Response, VllmSampling, check_sent, policy_steps
+from plumbing.models.lora import merged
+from plumbing.rollout.vllm_engine import (
+    Response,
+    VllmSampling,
+    check_sent,
+    policy_steps,
+    sent_weights,
+)
 from utils import World, fail, first_line
 
 SERVER_START = 600.0  # seconds in which a server has to answer when a run starts
@@ -29,13 +36,11 @@ TRANSFER = 600.0  # seconds until a step of the weight transfer must be done
 
 
 class Weights:
-    """A model's weights as they are sent: vLLM's WeightSource. (Its ModuleSource lacks a tied
-    head.)
-    """
+    """A model's weights as they are sent, with its adapter: vLLM's WeightSource."""
 
     def __init__(self, dtype: torch.dtype):
         self.dtype = dtype
-        self.entries: list[tuple] = []  # of `base_weights`
+        self.entries: list[tuple] = []  # of `sent_weights`
 
     def metadata(self) -> list:
         from vllm.distributed.weight_transfer import ParamMeta
@@ -158,6 +163,7 @@ class Servers(VllmSampling):
 
     def start_weight_update(self) -> None:
         self._ask_all("/pause?mode=keep", {})  # requests stay, and go on after /resume
+        self._ask_all("/collective_rpc", {"method": "tie_weights", "args": [self.tied]})
         self._ask_all("/start_weight_update", {})
 
     def update_weights(self, update_info: dict) -> None:
@@ -174,10 +180,11 @@ class Servers(VllmSampling):
             )
         self._ask_all("/resume", {})
 
-    def sync(self, model: torch.nn.Module, step: int) -> None:
+    def sync(self, model: PreTrainedModel, step: int) -> None:
         """Give all servers the weights of `model` after a step; all ranks call it."""
         self.world.barrier()
-        self.weights.entries = base_weights(model)
+        self.weights.entries = sent_weights(model)
+        self.tied = model.all_tied_weights_keys
         self.step = step
         self.synced = sum(
             meta.dtype.itemsize * math.prod(meta.shape) for meta in self.weights.metadata()
