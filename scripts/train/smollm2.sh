@@ -42,7 +42,7 @@ distill)
     ;;
 reward_model)
     python scripts/evaluate.py --run_name "$name-samples" --model "$model" --dataset instructions@train \
-        --num_prompts 1024 --samples 8 "${common[@]}"
+        --num_prompts 192 --samples 8 "${common[@]}"
     python scripts/pairs.py "runs/$name-samples/samples.jsonl" "runs/$name-samples/pairs.jsonl"
     python reward_model.py --run_name "$name-pairs" --model "$model" --dataset "runs/$name-samples/pairs.jsonl" \
         --chat_template none --max_length 256 --batch_size 32 --passes 3 --learning_rate 2e-5 \
