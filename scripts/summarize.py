@@ -1,6 +1,6 @@
 """Collect what runs have measured into a JSON file of results/.
 
-    python scripts/results.py runs/demo-smollm2-1 runs/demo-smollm2-2 --output results/smollm2.json
+    python scripts/summarize.py runs/demo-smollm2-1 runs/demo-smollm2-2 --output results/smollm2.json
 
 Runs that the file has already, by the names of their folders, are replaced.
 """
@@ -17,33 +17,26 @@ from tyro.conf import Positional
 
 from plumbing.run.log import read_args, read_log, replace_file
 
-BY_STEP = ("eval/", "train/pair_accuracy")  # metrics of which every value is kept
-MEDIANS = ("time/", "perf/")  # of which the median is, without the first step
-IN_FACTS = ("script", "versions", "git_commit", "threads")
+# Metrics of which every value is kept, and those of which the median is, without the first step.
+BY_STEP = ("eval/", "objective/scores", "val/sequence_lengths", "train/loss", "train/pair_accuracy")
+MEDIANS = ("time/", "perf/")
 
 
 def summary(folder: Path) -> dict:
-    """Return flags that are not the default, versions, evaluations by step, the mean score and
-    length of the first and last ten steps, and median seconds of a step.
-    """
+    """Return where and with what a run ran, its flags that are not the default, and its metrics."""
     facts = read_args(str(folder))
+    flags = facts.pop("args")
+    defaults = facts.pop("defaults")
     rows = pandas.DataFrame(read_log(str(folder))).set_index("step")
-    changed = {
-        name: value for name, value in facts["args"].items() if value != facts["defaults"][name]
-    }
-    by_step = rows[[name for name in rows if name.startswith(BY_STEP)]]
-    steps = rows.drop(index=0, errors="ignore")
-    medians = steps[[name for name in steps if name.startswith(MEDIANS)]][1:].median()
-    means = steps[["objective/scores", "val/sequence_lengths"]] if "episode" in steps else steps[[]]
+    kept = rows.filter(regex="|".join(BY_STEP)).round(4)
+    medians = rows.filter(regex="|".join(MEDIANS))[2:].median().round(4)
     return {
-        **{name: facts[name] for name in IN_FACTS},
+        **facts,
         "machine": machine(),
-        "flags": changed,
-        "first_10_steps": means[:10].mean().round(4).to_dict(),
-        "last_10_steps": means[-10:].mean().round(4).to_dict(),
-        "by_step": {name: x.dropna().round(4).to_dict() for name, x in by_step.items()},
-        "medians": medians.dropna().round(4).to_dict(),
-        "seconds": round(steps["time/from_scratch"].iloc[-1], 1),
+        "flags": {name: value for name, value in flags.items() if value != defaults[name]},
+        "by_step": {name: x.dropna().to_dict() for name, x in kept.items()},
+        "medians": medians.dropna().to_dict(),
+        "seconds": round(rows["time/from_scratch"].iloc[-1], 1),
     }
 
 

