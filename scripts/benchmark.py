@@ -1,12 +1,13 @@
 """Measure speed. The first command is the first thing to run on a GPU; with trl==1.16.0 the second:
 
     python scripts/benchmark.py step --output results/training.md
-    python scripts/benchmark.py trl --output results/trl.md
+    python scripts/benchmark.py trl --work demo "long tail" --output results/trl.md
+    python scripts/benchmark.py trl --work bf16 float32 --model path/to/SmolLM2-135M-Instruct --picture bars.png
     python scripts/benchmark.py scale --output results/scale.md
-    python scripts/benchmark.py step --shape 1.5b --variants "precision pure_bf16" "attention sdpa"
+    python scripts/benchmark.py step --shape 0.5b 1.5b --minutes 10 --variants "precision pure_bf16" "attention sdpa"
 
-Runs that are compared take turns, each in a process of its own with one thread. Numbers are medians
-over the processes of the median step, the first two left out.
+Runs that are compared take turns, each in a process of its own with one thread, and each is printed
+at once. Numbers are medians over the processes of the median step, the first two left out.
 """
 
 import asyncio
@@ -376,15 +377,10 @@ def step(
     report("Steps", text, output, failed)
 
 
-def word_problems(count: int, path: str) -> str:
+def word_problems(path: str) -> str:
     """Write prompts of the length of GSM8K's to a file of rows; return its path."""
-    random = utils.generator("word problems")
-    rows = []
-    for _ in range(count):
-        a, b, c, days = random.integers(2, 60, 4)
-        story = TABLE["story"].format(a=a, b=b, c=c, days=days, name=random.choice(TABLE["names"]))
-        sentences = story.split(". ")
-        rows.append({"prompt": ". ".join(sentences[random.integers(3) :])})
+    words = TABLE["story"].split()
+    rows = [{"prompt": f"{i}. {' '.join(words[i % 40 :])}"} for i in range(1000)]
     pandas.DataFrame(rows).to_json(path, orient="records", lines=True)
     return path
 
@@ -421,7 +417,7 @@ def trl(
                 flags["model"] = random_model(name, f"{folder}/model")
             else:
                 flags["model"] = model
-                flags["dataset"] = word_problems(1000, f"{folder}/rows.jsonl")
+                flags["dataset"] = word_problems(f"{folder}/rows.jsonl")
                 kinds.append("grpo.py --compile")
             if name != "demo":
                 flags["reward"] = (f"{__file__}:parity",)
@@ -435,30 +431,32 @@ def trl(
 
 
 def draw(runs: dict[str, dict], picture: str) -> None:
-    """Draw held-out accuracy over seconds where runs have it, else the seconds of a step."""
-    figure = Figure(figsize=(7, 3), layout="constrained")
-    colors = {"TRL": "tab:orange", "grpo.py": "tab:blue"}
-    for axes, (name, of_name) in zip(figure.subplots(1, len(runs), squeeze=False)[0], runs.items()):
-        axes.set_title(name)
-        if any("eval/accuracy" in run for run in of_name.values()):
-            for (kind, number), run in of_name.items():
-                curve = run.assign(seconds=run["time/step"].cumsum()).dropna(subset="eval/accuracy")
-                label = kind if number == 1 else None
-                axes.plot(
-                    curve["seconds"], curve["eval/accuracy"], ".-", color=colors[kind], label=label
-                )
-            axes.set(xlabel="seconds of training, one CPU thread", ylabel="held-out accuracy")
-            axes.legend()
-            continue
-        frame = pandas.DataFrame({key: medians(steps) for key, steps in of_name.items()}).T
-        seconds = frame.groupby(level=0, sort=False)["step, s"].median()
-        bars = axes.bar(
-            seconds.index, seconds, color=[colors.get(x, "tab:green") for x in seconds.index]
+    """Draw held-out accuracy over seconds of the demo's task alone, else the seconds of a step."""
+    axes = Figure(figsize=(7, 3), layout="constrained").subplots()
+    if [*runs] == ["demo"]:
+        for (kind, number), run in runs["demo"].items():
+            curve = run.assign(seconds=run["time/step"].cumsum()).dropna(subset="eval/accuracy")
+            color = {"TRL": "tab:orange"}.get(kind, "tab:blue")
+            label = kind if number == 1 else None
+            axes.plot(curve["seconds"], curve["eval/accuracy"], ".-", color=color, label=label)
+        axes.set(xlabel="seconds of training, one CPU thread", ylabel="held-out accuracy")
+        axes.legend()
+    else:
+        seconds = {
+            (name, kind, number): medians(run)["step, s"]
+            for name, by_kind in runs.items()
+            for (kind, number), run in by_kind.items()
+        }
+        over_rounds = pandas.Series(seconds).groupby(level=[0, 1], sort=False).median()
+        over_rounds.unstack(sort=False).plot.bar(
+            ax=axes, rot=0, color=["tab:orange", "tab:blue", "tab:green"]
         )
-        axes.bar_label(bars, fmt="%.3g")
         axes.set_ylabel("seconds per step, one CPU thread")
-        axes.tick_params(axis="x", labelrotation=20)
-    figure.savefig(picture, dpi=150)
+        for bars in axes.containers:
+            # 0 stands for what did not run.
+            axes.bar_label(bars, [f"{x:.3g}" if x else "" for x in bars.datavalues])
+        axes.margins(y=0.1)
+    axes.figure.savefig(picture, dpi=150)
 
 
 if __name__ == "__main__":

@@ -58,6 +58,7 @@ from plumbing.cli import Decay, NonNegativeFloat, NonNegativeInt, PositiveInt
 from plumbing.data import mixture
 from plumbing.data.rows import split_of
 from plumbing.models import loading
+from plumbing.models.speed import Decoding
 from plumbing.rewards.answers import marked_number, stated_text
 from plumbing.rewards.sources import RewardSources, check_reference
 from plumbing.rollout import engines
@@ -65,7 +66,6 @@ from plumbing.rollout.batch import Batch, Sampler, unscored
 from plumbing.run import evaluation, resume
 from plumbing.run.log import append, as_logged, read_args, replace_file
 from plumbing.run.ranks import Interrupt, record
-from plumbing.run.speed import Decoding
 
 PROMPTS_AT_ONCE = 256  # between two moves of the progress bar
 

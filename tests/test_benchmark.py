@@ -9,8 +9,9 @@ import pytest
 import torch
 import transformers
 
+import grpo
 from plumbing.models import loading
-from plumbing.run.speed import Decoding
+from plumbing.models.speed import Decoding
 
 FLAGS = benchmark.TABLE["flags"] | {
     "model": benchmark.TINY,
@@ -82,3 +83,28 @@ def test_a_table_pairs_the_rounds():
 def test_each_unit_costs_something(unit, tmp_path):
     """In this process; 1,000 tokens are one response."""
     assert benchmark.cost(unit, 1000 if unit == "token" else 3, str(tmp_path)) > 0
+
+
+def test_the_work_that_trl_shares(tmp_path, monkeypatch):
+    """All flags of each are grpo.py's, each kind runs, and both pictures are drawn."""
+    steps = pandas.DataFrame({"time/step": [9.0, 9.0, 3.0], "eval/accuracy": [None, 0.1, 0.2]})
+    seen = []
+
+    def compare(cases, kinds, rounds, minutes):
+        ((name, flags),) = cases.items()
+        args = grpo.Args(**flags)
+        seen.append((name, args.precision, args.dataset, args.max_response_length, len(kinds)))
+        return {name: {(kind, 1): steps for kind in kinds}}, []
+
+    monkeypatch.setattr(benchmark, "compare", compare)
+    for work in (("demo",), ("long tail", "bf16", "float32")):
+        picture = tmp_path / f"{len(work)}.png"
+        benchmark.trl(work, rounds=1, model=benchmark.TINY, picture=str(picture))
+        assert picture.stat().st_size > 1000
+    assert [row[:2] for row in seen] == [
+        ("demo", "auto"),
+        ("long tail", "auto"),
+        ("bf16", "bf16"),
+        ("float32", "float32"),
+    ]
+    assert [row[3:] for row in seen] == [(48, 2), (256, 2), (64, 3), (64, 3)]

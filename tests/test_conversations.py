@@ -22,11 +22,11 @@ import ppo
 import rloo
 import utils
 from plumbing.models.loading import load_model, precision
+from plumbing.models.speed import Decoding
 from plumbing.rewards.sources import EpisodeSource, RewardSources
 from plumbing.rollout.batch import Sampler, forward_batch
 from plumbing.rollout.vllm_engine import VllmSampling
 from plumbing.run import evaluation
-from plumbing.run.speed import Decoding
 from plumbing.turns.conversations import (
     STOP_REASONS,
     Conversation,

@@ -28,11 +28,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 import utils
 from grpo import Args, generate
 from plumbing.models.loading import precision
+from plumbing.models.speed import Decoding
 from plumbing.rewards.sources import RewardSources
 from plumbing.rollout import kv_cache
 from plumbing.rollout.batch import Batch, Sampler, invert_distribution
 from plumbing.rollout.kv_cache import RoomyLayer, attend_by_group, expand_cache
-from plumbing.run.speed import Decoding
 
 FAMILIES = ["qwen2", "llama", "gemma", "gemma2", "gpt_neox", "gpt2"]
 F64 = torch.float64

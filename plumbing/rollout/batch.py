@@ -23,8 +23,8 @@ import utils
 from plumbing.data.mixture import take_prompts
 from plumbing.data.rows import Row
 from plumbing.models.sharding import model_device, unsharded
+from plumbing.models.speed import Decoding
 from plumbing.rewards.sources import RewardSources, Scoring, is_scored_by, reward_weights
-from plumbing.run.speed import Decoding
 
 if TYPE_CHECKING:  # imported where a flag asks for them
     from plumbing.rollout.vllm_engine import VllmSampling

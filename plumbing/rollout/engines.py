@@ -16,8 +16,8 @@ import torch
 
 from plumbing.data.rows import Row
 from plumbing.models.loading import Precision, check_decodes
+from plumbing.models.speed import Decoding
 from plumbing.rollout.batch import Experience, Sampler
-from plumbing.run.speed import Decoding
 from utils import World, fail
 
 if TYPE_CHECKING:  # imported where a flag asks for them, or by the script

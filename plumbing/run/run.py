@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 
 import utils
 from plumbing.data.cache import LISTS, column
-from plumbing.models import loading
-from plumbing.run import checkpoints, ranks, resume, speed
+from plumbing.models import loading, speed
+from plumbing.run import checkpoints, ranks, resume
 from plumbing.run.log import RunLog, as_logged, check_track
 
 
