@@ -154,7 +154,7 @@ class RunLog:
                 shorter = f"; --total_episodes {size} ends in {PATIENCE}" if size else ""
                 say(f"on this machine the run takes about {minutes} minutes{shorter}")
         stopped = row.get("val/num_stop_token_ids")
-        if stopped is not None:
+        if stopped is not None and "val/sampled_prompts" in row:
             values["stopped"] = f"{stopped}/{row['val/sampled_prompts'] * self.args.group_size}"
         values |= {
             name: f"{row[key]:.3g}" for key, name in PROGRESS.items() if row.get(key) is not None
