@@ -6,6 +6,7 @@ Runs that the file has already, by the names of their folders, are replaced.
 """
 
 import json
+import os
 import platform
 from pathlib import Path
 
@@ -41,15 +42,10 @@ def summary(folder: Path) -> dict:
 
 
 def machine() -> str:
-    """Return the GPU's name, or the processor and its cores."""
+    """Return the GPU's name, or the kind of processor and the number of its cores."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
-    names = [
-        line.partition(":")[2].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    ]
-    return f"{names[0] if names else platform.machine()}, {len(names)} cores"
+    return f"{platform.machine()}, {os.cpu_count()} cores"
 
 
 def main(folders: Positional[tuple[Path, ...]], output: Path) -> None:
