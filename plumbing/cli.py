@@ -198,7 +198,7 @@ class ModelArgs(PretrainedArgs):
 @dataclass
 class PromptArgs:
     dataset: str = "openai/gsm8k"
-    """Prompts: arithmetic (built in), reasoning_gym:TASK, a .jsonl, .json, .csv or .parquet file, a
+    """Prompts: arithmetic or instructions (built in), reasoning_gym:TASK, a .jsonl, .json, .csv or .parquet file, a
     folder, owner/name or owner/name:config on the hub, each with @split after it for another split
     than train; or a .json list of {"prob": weight, "filepath": any of these}."""
     prompt_column: str = ""

@@ -49,7 +49,7 @@ def read_rows(flag: str, name: str, split: str):
 
     Args:
         flag: the option that named it, for messages.
-        name: "arithmetic" or "reasoning_gym:TASK" (assets/tasks.py); a .jsonl, .json, .csv or
+        name: a built-in task, or "reasoning_gym:TASK" (assets/tasks.py); a .jsonl, .json, .csv or
             .parquet file; a folder; "owner/name" or "owner/name:config" on the hub; each with or
             without "@split".
         split: the split to read where `name` has none. A single file has only one split, whatever
@@ -81,7 +81,7 @@ def read_rows(flag: str, name: str, split: str):
             if os.path.isdir(name) or on_hub:
                 return read_data_set(name, split)
             raise ValueError(
-                "not a built-in task (arithmetic), a file, a folder, or an owner/name on the hub"
+                "not a built-in task (arithmetic, instructions), a file, a folder, or an owner/name on the hub"
             )
         except datasets.exceptions.DatasetGenerationError as error:  # does not say what it was
             raise error.__cause__ or error from None
