@@ -26,15 +26,19 @@ MEDIANS = ("time/", "perf/")
 def summary(folder: Path) -> dict:
     """Return where and with what a run ran, its flags that are not the default, and its metrics."""
     facts = read_args(str(folder))
-    flags = facts.pop("args")
     defaults = facts.pop("defaults")
+    flags = {
+        name: Path(value).name if os.path.isabs(str(value)) else value  # no folders of a machine
+        for name, value in facts.pop("args").items()
+        if value != defaults[name]
+    }
     rows = pandas.DataFrame(read_log(str(folder))).set_index("step")
     kept = rows.filter(regex="|".join(BY_STEP)).round(4)
     medians = rows.filter(regex="|".join(MEDIANS))[2:].median().round(4)
     return {
         **facts,
         "machine": machine(),
-        "flags": {name: value for name, value in flags.items() if value != defaults[name]},
+        "flags": flags,
         "by_step": {name: x.dropna().to_dict() for name, x in kept.items()},
         "medians": medians.dropna().to_dict(),
         "seconds": round(rows["time/from_scratch"].iloc[-1], 1),
