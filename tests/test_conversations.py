@@ -236,6 +236,7 @@ def test_interruption():
 class EnvironmentRewards(RewardSources):
     lock = contextlib.nullcontext()
     models = {}
+    state = {}
     verifiers = ("episode",)
 
     def __init__(self):

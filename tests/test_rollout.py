@@ -393,6 +393,7 @@ class Scores(RewardSources):
     most = math.inf
     threads = None
     warned = True
+    state = {}
     lock = threading.Lock()
 
     def __init__(self):

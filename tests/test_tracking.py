@@ -9,6 +9,7 @@ import termios
 import types
 
 import pytest
+import torch
 from helpers import refused, table, write_rows
 
 import grpo
@@ -19,7 +20,7 @@ from plumbing.run.run import Run
 
 def log_of(folder, track: str = "", steps: int = 4, step: int = 1) -> log.RunLog:
     args = grpo.Args(track=track, reward=("http://me:secret@judge:9/x?key=secret", "math"))
-    return log.RunLog(str(folder), "7", args, utils.World(0, 1, None), steps, step)
+    return log.RunLog(str(folder), "7", args, utils.World(0, 1, torch.device("cpu")), steps, step)
 
 
 def logged(folder, name: str) -> log.RunLog:

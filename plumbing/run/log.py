@@ -153,8 +153,9 @@ class RunLog:
                 size = row.get("episode", 0) * steps
                 shorter = f"; --total_episodes {size} ends in {PATIENCE}" if size else ""
                 say(f"on this machine the run takes about {minutes} minutes{shorter}")
-        stopped = row.get("val/num_stop_token_ids")
-        if stopped is not None and "val/sampled_prompts" in row:
+        trains_on_scores = "val/sampled_prompts" in row
+        if trains_on_scores:
+            stopped = row["val/num_stop_token_ids"]
             values["stopped"] = f"{stopped}/{row['val/sampled_prompts'] * self.args.group_size}"
         values |= {
             name: f"{row[key]:.3g}" for key, name in PROGRESS.items() if row.get(key) is not None
@@ -165,7 +166,7 @@ class RunLog:
         if self.progress.disable:
             line = ", ".join(map("=".join, values.items()))
             print(f"step {step} of {total}: {line}", flush=True)
-        if step == 1 and stopped == 0 and self.args.non_stop_penalty:
+        if trains_on_scores and step == 1 and not stopped and self.args.non_stop_penalty:
             penalty = self.args.penalty_reward_value or 0.0
             if row["objective/scores"] == penalty:  # else rewards below 0 remain
                 warn(
