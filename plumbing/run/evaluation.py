@@ -57,7 +57,7 @@ def evaluate(sampler: Sampler, rows: list[Row]) -> tuple[dict, list[dict]] | Non
         right = grouped.nansum(1).int().tolist()
         for n in (2**i for i in range(1, k.bit_length())):  # 2, 4, ... up to the number of samples
             passed = [pass_at_k(*counts, n) for counts in zip(scored, right)]
-            metrics[f"eval/pass@{n}"] = correct.new_tensor(passed).nanmean().item()  # float64
+            metrics[f"eval/pass@{n}"] = torch.tensor(passed, dtype=torch.float64).nanmean().item()
         names = [sample.row.get("dataset") for sample in batch.samples]
         for name in dict.fromkeys(names) if len(set(names)) > 1 else ():
             of_name = torch.tensor([each == name for each in names])
