@@ -4,6 +4,7 @@ what a run says at its end.
 
 import hashlib
 import json
+import shutil
 import subprocess
 import types
 import zlib
@@ -192,7 +193,12 @@ def test_pairs_of_responses(tmp_path):
 def test_results_of_runs(tmp_path):
     output = tmp_path / "results.json"
     output.write_text('{"another": 1, "run": 2}')
-    summarize.main((ROOT / "tests/data/run",), output)
+    folder = shutil.copytree(ROOT / "tests/data/run", tmp_path / "run")
+    facts = json.loads((folder / "args.json").read_text())
+    facts["args"]["model"] = "/home/me/models/small"
+    facts["defaults"]["model"] = "a/b"
+    (folder / "args.json").write_text(json.dumps(facts))
+    summarize.main((folder,), output)
     found = json.loads(output.read_text())
     assert list(found) == ["another", "run"] and found["another"] == 1
     rows = read_lines(ROOT / "tests/data/run/metrics.jsonl")
@@ -202,6 +208,7 @@ def test_results_of_runs(tmp_path):
         if row.get("eval/accuracy") is not None
     }
     run = found["run"]
+    assert run["flags"]["model"] == "small"  # no folder of this machine
     assert run["by_step"]["eval/accuracy"] == accuracies and len(accuracies) > 1
     assert run["seconds"] == round(rows[-1]["time/from_scratch"], 1)
     assert run["medians"]["time/step"] == 3.0 and "cores" in run["machine"]
