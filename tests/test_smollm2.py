@@ -195,7 +195,7 @@ def test_results_of_runs(tmp_path):
     output.write_text('{"another": 1, "run": 2}')
     folder = shutil.copytree(ROOT / "tests/data/run", tmp_path / "run")
     facts = json.loads((folder / "args.json").read_text())
-    facts["args"]["model"] = "/home/me/models/small"
+    facts["args"]["model"] = str(tmp_path / "small")
     facts["defaults"]["model"] = "a/b"
     (folder / "args.json").write_text(json.dumps(facts))
     summarize.main((folder,), output)
