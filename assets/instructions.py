@@ -1,7 +1,7 @@
 """Prompts that ask for a short text under a constraint whose fulfilment a program checks: some of
 IFEval's constraints (arXiv:2311.07911), which the reward ifeval reads.
 
-"Describe trees to a child. Use only lowercase letters. Write at least 25 words." Each prompt asks
+"Describe trees to a child. Do not use any commas. Write at least 25 words." Each prompt asks
 for a least number of words, too: without it the shortest answer is the safest one, and a policy
 learns to say little.
 """
@@ -31,7 +31,6 @@ TOPICS = (
     "volcanoes, walking, water, whales, wind, winter, wolves"
 ).split(", ")
 WORDS = "river golden window quiet morning people little garden bright travel simple music".split()
-ENDINGS = ("That is all.", "Any other questions?", "The end.")
 LENGTHS = (15, 20, 25)  # the least number of words
 
 
@@ -39,14 +38,13 @@ def draw(kind: str, numbers: random.Random) -> tuple[str, str, dict]:
     """Return a constraint of a kind: what the prompt says, its name in IFEval and its arguments."""
     count = numbers.choice((2, 3))
     first, second = numbers.sample(WORDS, 2)
-    ending = numbers.choice(ENDINGS)
     return {
         "no_comma": ("Do not use any commas.", "punctuation:no_comma", {}),
-        "lowercase": ("Use only lowercase letters.", "change_case:english_lowercase", {}),
-        "ending": (
-            f"End your answer with exactly this sentence: {ending}",
-            "startend:end_checker",
-            {"end_phrase": ending},
+        "json": ("Answer with valid JSON only.", "detectable_format:json_format", {}),
+        "short": (
+            "Use less than 40 words.",
+            "length_constraints:number_words",
+            {"num_words": 40, "relation": "less than"},
         ),
         "keywords": (
             f"Use the words {first} and {second}.",
@@ -97,7 +95,7 @@ def draw(kind: str, numbers: random.Random) -> tuple[str, str, dict]:
 
 
 KINDS = (
-    "no_comma lowercase ending keywords forbidden frequency bullets title highlights postscript "
+    "no_comma json short keywords forbidden frequency bullets title highlights postscript "
     "placeholders quotation"
 ).split()
 UNSEEN = "frequency"  # the kind that no training prompt has

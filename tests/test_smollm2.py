@@ -25,15 +25,15 @@ from plumbing.run.log import RunLog
 
 # ---- prompts -------------------------------------------------------------------------------------
 
-WORDS = " ".join(["word"] * 40)
+WORDS = " ".join(["word"] * 30)
 
 
 def follow(constraint: str, arguments: dict) -> str:
-    """Return a text of 40 words that follows a constraint."""
+    """Return a text of 30 words or a few more that follows a constraint."""
     return {
         "punctuation:no_comma": lambda: f"{WORDS}",
-        "change_case:english_lowercase": lambda: "this is a simple text about the sea. " * 5,
-        "startend:end_checker": lambda: f"{WORDS}. {arguments['end_phrase']}",
+        "detectable_format:json_format": lambda: f'{{"text": "{WORDS}"}}',
+        "length_constraints:number_words": lambda: WORDS,
         "keywords:existence": lambda: f"{WORDS} {' '.join(arguments['keywords'])}",
         "keywords:forbidden_words": lambda: WORDS,
         "keywords:frequency": lambda: WORDS + f" {arguments['keyword']}" * 3,
@@ -53,7 +53,7 @@ def test_a_constraint_can_be_followed_and_broken(kind):
         answer = row["answer"]
         text = follow(answer["instruction_id"][0], answer["kwargs"][0])
         assert ifeval(text, answer) == 1, row
-        assert ifeval("Ja, und Word! word" if kind == "lowercase" else "One, two", answer) < 1
+        assert ifeval("One, two" if kind != "short" else f"{WORDS} {WORDS}", answer) < 1
         # Each says in words what is checked.
         assert f"at least {answer['kwargs'][1]['num_words']} words" in row["prompt"]
 
@@ -63,7 +63,7 @@ def test_prompts_are_the_same_everywhere_and_held_out_by_hash():
     prompts = [row["prompt"] for row in train]
     assert len(set(prompts)) == 4000
     digest = hashlib.sha256("\n".join(prompts).encode()).hexdigest()
-    assert digest.startswith("422181092b3cf6b8")
+    assert digest.startswith("b0affb428449cad5")
     unseen = {row["answer"]["instruction_id"][0] for row in instructions(UNSEEN, "test", 9)}
     assert not unseen & {row["answer"]["instruction_id"][0] for row in train}
     entries = json.loads((ROOT / "assets/smollm2/kinds.json").read_text())

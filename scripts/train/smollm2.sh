@@ -25,15 +25,15 @@ if ! nvidia-smi >/dev/null 2>&1; then
 fi
 
 common=(--reward ifeval --system_prompt "" --max_prompt_length 160 --max_response_length 96 --precision "$precision")
-training=(--micro_batch_tokens 2048 --no-gradient_checkpointing --adam_betas 0.9 0.95 --warmup_ratio 0.05 --save_every 0)
-evaluation=(--eval_dataset assets/smollm2/kinds.json --eval_prompts 96 --eval_samples 2 --eval_every 20 --log_samples 96)
+training=(--micro_batch_tokens 1024 --no-gradient_checkpointing --adam_betas 0.9 0.95 --warmup_ratio 0.05 --save_every 0)
+evaluation=(--eval_dataset assets/smollm2/kinds.json --eval_prompts 96 --eval_samples 2 --eval_every 24 --log_samples 96)
 task=(--model "$model" --dataset instructions "${common[@]}" "${training[@]}" "${evaluation[@]}")
-groups=(--rollout_batch_size 8 --group_size 8 --total_episodes 2560 --kl_coef 0 --learning_rate 4e-5)
+groups=(--rollout_batch_size 8 --group_size 8 --filter_groups drop --total_episodes 3072 --kl_coef 0 --learning_rate 4e-5)
 
 case "$recipe" in
 grpo | rloo) exec python "$recipe.py" --run_name "$name" "${task[@]}" "${groups[@]}" "$@" ;;
 ppo)
-    exec python ppo.py --run_name "$name" "${task[@]}" --rollout_batch_size 64 --total_episodes 2560 --kl_coef 0 \
+    exec python ppo.py --run_name "$name" "${task[@]}" --rollout_batch_size 64 --total_episodes 3072 --kl_coef 0 \
         --learning_rate 1e-5 --critic_learning_rate 2e-5 "$@"
     ;;
 distill)
