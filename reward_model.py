@@ -158,8 +158,8 @@ def is_number(value) -> bool:
 
 
 def read_pair(where: str, row: dict) -> list[tuple]:
-    """Return the two sides of a row, chosen and rejected: (prompt (text, messages or None), text of
-    the response) each.
+    """Return the two sides of a row, chosen and rejected: (prompt (text, messages or None), the
+    response as a message) each.
 
     Exit with code 2, naming the row, if a side is missing or the two are equal.
     """
@@ -195,13 +195,12 @@ def read_pair(where: str, row: dict) -> list[tuple]:
                 utils.fail(
                     f"{where}: messages of the {name} side have to end with a turn of the assistant"
                 )
-            *before, last_turn = response
-            response = last_turn.get("content")
+            *before, response = response
             if prompts.is_turn_of_assistant(before[:1]) and prompt:  # continues the prompt
-                before = (
-                    prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-                ) + before
-        if not isinstance(response, str) or not response.strip():
+                before = prompts.as_turns(prompt) + before
+        elif isinstance(response, str):
+            response = {"role": "assistant", "content": response}
+        if not isinstance(response, dict) or not prompts.says_something(where, response):
             utils.fail(f"{where}: has no {name} response")
         sides.append((before or prompt, response))  # the whole conversation, if there is one
     if sides[0] == sides[1]:
@@ -218,16 +217,21 @@ def make_pair(
         utils.fail(f"{at}: margin must be a number, not {str(margin)[:60]!r}")
     subset = None if row.get("subset") is None else str(row["subset"])
     pair: dict[str, Any] = {"prompt": "", "margin": margin, "subset": subset, "problem": ""}
-    for side, (prompt, text) in zip(SIDES, read_pair(at, row)):
-        pair[side] = []
-        if prompt is not None:
-            _, query = prompts.render_prompt(at, prompt, tokenizer, system_prompt, as_is)
+    tools = prompts.tools_of(at, row)
+    for side, (prompt, turn) in zip(SIDES, read_pair(at, row)):
+        if prompt is None:
+            if others := turn.keys() - {"role", "content"}:
+                utils.fail(f"{at}: has {', '.join(sorted(others))}, and no prompt before it")
+            text = prompts.render_response(at, turn["content"], tokenizer, stop_ids, special=True)
+            pair[side] = [text]
+        else:
+            messages, query = prompts.render_prompt(
+                at, prompt, tokenizer, system_prompt, as_is, tools
+            )
+            text = prompts.render_turn(at, messages, query, turn, stop_ids, tokenizer, as_is, tools)
             pair["prompt"] = query.shown
-            pair[side] = [query]
-        pair[side].append(
-            prompts.render_response(at, text, tokenizer, stop_ids, special=prompt is None)
-        )
-        pair[f"{side}_text"] = text
+            pair[side] = [query, text]
+        pair[f"{side}_text"] = text.shown
     pair["about"] = pair["prompt"] or str(sorted(pair[f"{side}_text"] for side in SIDES))
     return [pair]
 

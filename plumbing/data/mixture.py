@@ -116,11 +116,13 @@ def load_prompts(
     for part, raw, weight in read_parts(flag, name, split):
         where = f"{flag} {part}"
         find = functools.partial(prompts.find_column, where, rows=first_rows(where, raw))
+        text_column = stop_ids and find("response", args.response_column)
+        kind = "conversation" if stop_ids and not text_column else "prompt"
         given = SimpleNamespace(
             **{name: getattr(args, name, None) for name in flags.split()},
-            prompt_column=find("prompt", args.prompt_column),
+            prompt_column=find(kind, args.prompt_column),
             answer_column=find("answer", args.answer_column),
-            text_column=stop_ids and find("response", args.response_column),
+            text_column=text_column,
             tokenizer=tokenizer,
             tools=conversations and conversations.schemas,
             check_reference=check_reference,
@@ -136,6 +138,9 @@ def load_prompts(
         first = rows[0]
         say(f"{where}: prompt ({given.prompt_column}): {SHORT.repr(first['prompt'])}")
         say(f"{where}: answer ({first['target_from']}): {SHORT.repr(first['target'])}")
+        last_turn = prompts.is_turn_of_assistant(first["columns"].get(given.prompt_column))
+        if stop_ids is None and last_turn and first["target_from"] == given.answer_column:
+            say(f"{where}: the assistant's last turn is left out, as the answer is another one")
         if not as_is and tokenizer.chat_template and prompts.holds_template(first):
             warn(
                 f"{where}: its prompts hold a chat template, and get another one; --chat_template none leaves them"
@@ -162,7 +167,7 @@ def make_prompts(at: str, row: dict, given) -> list[dict]:
     Returns:
         Rows {"prompt": the text that the model sees, "query": the same to encode, "messages": the
         same as messages, None with --chat_template none, "answer": the reference or None, "target":
-        it or, with `stop_ids`, the response to learn, "target_from": its column, "sources": what
+        it or, with `stop_ids`, the turn to learn, "target_from": its column, "sources": what
         `named_sources` gives, "columns": the row as it was read, "problem": what `check_reference`
         gives; with `stop_ids` "response": the text to learn, if there is one}. One, or with
         `stop_ids` one of each turn of the assistant that `join_turns` does not join; none if it is
@@ -175,39 +180,43 @@ def make_prompts(at: str, row: dict, given) -> list[dict]:
     is_held_out = zlib.crc32(repr(whole[column]).encode()) < (given.eval_share or 0) * 2**32
     if given.held_out not in (None, is_held_out):
         return []
+    tools = prompts.tools_of(at, row)
+    if tools and given.tools:
+        fail(f"{at}: has tools of its own beside --tools")
+    tools = tools or given.tools
     learns = given.stop_ids is not None
+    stop = given.tokenizer.decode((given.stop_ids or [])[:1])
     as_is = given.chat_template == "none"
-    by_turns = learns and not given.response_column
+    has_turn = prompts.is_turn_of_assistant(whole[column])
+    # A last turn of the assistant counts before a column that no flag names.
+    text_column = None if has_turn and not given.response_column else given.text_column
+    rows = prompts.rows_of_turns(at, whole, column, text_column) if learns else [(whole, None)]
     made = []
-    for turn in prompts.rows_of_turns(whole, column) if by_turns else [whole]:
-        prompt, answer = prompts.prompt_and_answer(at, turn, column, given.answer_column)
+    for before, turn in rows:
+        prompt, answer = prompts.prompt_and_answer(at, before, column, given.answer_column)
         messages, query = prompts.render_prompt(
-            at, prompt, given.tokenizer, given.system_prompt, as_is, given.tools
+            at, prompt, given.tokenizer, given.system_prompt, as_is, tools
         )
-        has_turn = prompts.is_turn_of_assistant(turn[column])
-        target = answer
-        target_from = given.answer_column
-        if given.stop_ids:
-            # A last turn of the assistant counts before a column that no flag names.
-            target_from = None if by_turns and has_turn else given.text_column
-            _, target = prompts.prompt_and_answer(at, turn, column, target_from)
+        target_from = text_column if given.stop_ids else given.answer_column
         encoded = {
             "prompt": query.shown,
             "query": [query],
             "messages": None if as_is else messages,
             "answer": answer,
-            "target": target,
+            "target": answer,
             "target_from": target_from or ("last turn" if has_turn else "no column"),
             "sources": [] if learns else prompts.named_sources(at, row, given),
             "columns": row,
         }
         encoded["problem"] = given.check_reference(at, encoded, given)
-        if given.stop_ids and isinstance(target, str) and target.strip():
-            response = prompts.render_response(at, target, given.tokenizer, given.stop_ids)
-            encoded["response"] = [response]
+        if given.stop_ids and turn:
+            response = prompts.render_turn(
+                at, messages, query, turn, given.stop_ids, given.tokenizer, as_is, tools
+            )
+            encoded |= {"target": response.shown.removesuffix(stop), "response": [response]}
         made.append(encoded)
     if given.stop_ids and not given.on_policy_share:  # else the student answers each turn's prompt
-        made = prompts.join_turns(made, given.tokenizer.decode(given.stop_ids[:1]))
+        made = prompts.join_turns(made, stop)
     return made
 
 
