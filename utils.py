@@ -95,27 +95,16 @@ class World:
 
     def all_gather(self, items: list) -> list:
         """Return every rank's list, concatenated in rank order."""
-        return [item for part in self._all_gather(items) for item in part]
-
-    def _all_gather(self, items: list) -> list[list]:
         parts = [items] * self.size
         if self.size > 1:
             dist.all_gather_object(parts, items, group=self.group)
-        return parts
+        return [item for part in parts for item in part]
 
     def shard(self, items: list) -> list:
         """Return this rank's share of a list that all ranks hold: items rank, rank + size, rank + 2
         size and so on.
         """
         return items[self.rank // self.ranks_per_engine :: self.size // self.ranks_per_engine]
-
-    def unshard(self, items: list, total: int) -> list:
-        """Gather the shares of `shard` in the order of the original list of `total` items."""
-        result = [None] * total
-        shares = self._all_gather(items)[:: self.ranks_per_engine]
-        for number, share in enumerate(shares):
-            result[number :: len(shares)] = share
-        return result
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum a tensor over all ranks, in place."""

@@ -9,6 +9,7 @@ import importlib.util
 import inspect
 import operator
 import os
+import re
 import sys
 import threading
 import types
@@ -16,6 +17,7 @@ from collections.abc import Callable
 
 SECONDS_TO_LOAD = 300.0  # for imports of users' files, which may be slow on a busy file system
 starting = threading.Lock()
+modules: dict[str, types.ModuleType] = {}  # users' files, by their paths
 
 
 def load_function(name: str) -> Callable:
@@ -24,13 +26,18 @@ def load_function(name: str) -> Callable:
     """
     path, _, function = name.rpartition(":")
     file = os.path.abspath(path)
-    if file not in sys.modules:
-        sys.path.insert(0, os.path.dirname(file))  # for what it imports
-        spec = importlib.util.spec_from_file_location(file, file)
-        # Where dataclasses look for its names.
-        sys.modules[file] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[file])
-    return operator.attrgetter(function)(sys.modules[file])
+    if file not in modules:
+        folder, base = os.path.split(file)
+        sys.path.insert(0, folder)  # for what it imports
+        # The processes of a pool that a function makes import the file by this name.
+        name = base.removesuffix(".py")
+        if "." in name or name in sys.modules:  # that of another file
+            name = re.sub(r"\W", "_", file)
+        spec = importlib.util.spec_from_file_location(name, file)
+        # Where pickle and dataclasses look for its names.
+        modules[file] = sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(modules[file])
+    return operator.attrgetter(function)(modules[file])
 
 
 def accepted(function: Callable, named: dict) -> dict:

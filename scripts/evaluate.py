@@ -60,7 +60,7 @@ from plumbing.data.rows import split_of
 from plumbing.models import loading
 from plumbing.models.speed import Decoding
 from plumbing.rewards.answers import marked_number, stated_text
-from plumbing.rewards.sources import RewardSources, check_reference
+from plumbing.rewards.sources import RewardSources, check_reference, final_turn
 from plumbing.rollout import engines
 from plumbing.rollout.batch import Batch, Sampler, unscored
 from plumbing.run import evaluation, resume
@@ -154,9 +154,6 @@ def voted_answer(response: str) -> str | None:
 def sample_table(batch: Batch, reward_sources: RewardSources, n: int) -> pandas.DataFrame:
     """Return a row for each of the n responses to each prompt."""
     table = pandas.DataFrame(evaluation.sample_rows(batch, len(batch.samples)))
-    last_turns = [
-        x.row["turns"][-1]["content"] if x.conversation else x.text for x in batch.samples
-    ]
     return table.assign(
         index=table.index // n,
         dataset=[sample.row["dataset"] for sample in batch.samples],
@@ -165,7 +162,7 @@ def sample_table(batch: Batch, reward_sources: RewardSources, n: int) -> pandas.
         correct=evaluation.correct_responses(batch, reward_sources).tolist(),
         extracted=[
             voted_answer(text) if stopped else None
-            for text, stopped in zip(last_turns, batch.stopped)
+            for text, stopped in zip(map(final_turn, batch.samples), batch.stopped)
         ],
     )
 

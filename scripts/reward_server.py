@@ -6,11 +6,11 @@
 
 The score of a response is the weighted sum of the sources, null where one of them has none (the
 server's output says why, once a source) or reads a reference answer that is missing. PaddleNLP has
-neither "columns": {name: [...]}, what else a source reads from a row, nor "messages": [...], the
-prompts as lists of messages. A reward model reads these through its chat template, if it has one. A
-prompt that is there as text only is what the policy saw, its chat template included: who writes it
-can write the template's tokens, too. docs/data_and_rewards.md has the key, the statuses and GET
-/health.
+neither "columns": {name: [...]}, what else a source reads from a row, nor "messages": [...] and
+"turns": [...], prompts and conversations as lists of messages. A reward model reads prompts through
+its chat template, if it has one. A prompt that is there as text only is what the policy saw, its
+chat template included: who writes it can write the template's tokens, too.
+docs/data_and_rewards.md has the key, the statuses and GET /health.
 """
 
 import contextlib
@@ -64,6 +64,7 @@ class Request(BaseModel):
     tgt: list[str | bool | int | float | None]
     response: list[str]
     messages: list[list[dict] | None] | None = None
+    turns: list[list[dict]] | None = None
     columns: dict[str, list] = {}
 
     @model_validator(mode="after")
@@ -72,6 +73,7 @@ class Request(BaseModel):
             "tgt": self.tgt,
             "response": self.response,
             "messages": self.messages or self.src,
+            "turns": self.turns or self.src,
             **self.columns,
         }
         for name, column in given.items():
@@ -115,6 +117,8 @@ class Scorer:
             "sources": prompts.named_sources(where, columns, self.args),
             "columns": columns,
         }
+        if request.turns:
+            row["turns"] = request.turns[i]
         return SimpleNamespace(row=row, text=request.response[i], response=[])
 
 
@@ -132,7 +136,8 @@ def make_app(scorer: Scorer) -> FastAPI:
 
     @app.get("/health")
     async def health() -> dict:
-        return {"status": "ok", "reward": scorer.args.reward, "verifies": scorer.verifies}
+        kind = {"verifies": scorer.verifies, "whole": scorer.reward_sources.whole}
+        return {"status": "ok", "reward": scorer.args.reward, **kind}
 
     return app
 

@@ -235,7 +235,7 @@ def test_scores_that_are_missing(serve):
 
 
 def test_a_trial_request(serve, capsys):
-    """Two rows are sent; a server without /health counts as one that tells right from wrong, which
+    """Two rows are sent, twice; a server without /health counts as one that tells right from wrong, which
     is said.
     """
     server = serve(lambda question, count: right(question))
@@ -243,7 +243,7 @@ def test_a_trial_request(serve, capsys):
     reward_sources = rewards_of(server.url, 5.0, make_tokenizer(), [row, row])
     assert [question["response"] for question in server.asked] == [
         ["4", "4"]
-    ] and reward_sources.verifiers == (server.url,)
+    ] * 2 and reward_sources.verifiers == (server.url,)
     assert capsys.readouterr().err.startswith(f"warning: --reward {server.url}: has no /health")
 
 

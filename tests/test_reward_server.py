@@ -126,8 +126,14 @@ def servers(folder):
 
 def test_health_says_what_is_served(servers, folder):
     health = lambda name: servers[name].client.get("/health").json()
-    assert health("gsm8k") == {"status": "ok", "reward": ["gsm8k"], "verifies": True}
-    assert health("model") == {"status": "ok", "reward": [str(folder / "model")], "verifies": False}
+    assert health("gsm8k") == {
+        "status": "ok",
+        "reward": ["gsm8k"],
+        "verifies": True,
+        "whole": False,
+    }
+    assert health("model")["reward"] == [str(folder / "model")]
+    assert not health("model")["verifies"]
     # 1 or more may be the sum of wrong answers in the right form
     assert not health("mix")["verifies"]
 

@@ -94,7 +94,7 @@ def test_a_function_that_fails_in_the_trial_call(file, make, capfd):
 
 
 def test_functions_and_verifiers_together(file, make):
-    """A function that gives no score, None, passes its trial call. Calls of a function share a
+    """A function that gives no score, None, passes its two trial calls. Calls of a function share a
     process.
 
     One may say that it does not tell right from wrong, and return further numbers.
@@ -102,7 +102,7 @@ def test_functions_and_verifiers_together(file, make):
     names = [f"{file}:{name}" for name in ("good", "none", "verl")]
     reward_sources = make("exact", *names, rows=[row("1"), row(None), row("2")])
     scores = scores_by(reward_sources, [row("1"), row("2")], ["1", "1"], [[5], [5]])
-    assert [scores[name] for name in ("exact", names[0], names[2])] == [[1, 0], [2, 2], [1, 0]]
+    assert [scores[name] for name in ("exact", names[0], names[2])] == [[1, 0], [3, 3], [1, 0]]
     assert all(map(math.isnan, scores[names[1]]))
     assert scores[f"{names[2]}/words"] == [2, 2] and reward_sources.verifiers == (
         "exact",

@@ -514,9 +514,10 @@ def repeating(*inputs):
 
 @pytest.mark.parametrize("count, samples", [(5, 3), (4, 2), (1, 0), (2, 0)])
 @pytest.mark.parametrize("size", [2, 3])
-def test_rollout_on_several_ranks_is_the_same(setting, monkeypatch, size, count, samples):
+@pytest.mark.parametrize("by_group", [False, True])
+def test_rollout_on_several_ranks_is_the_same(setting, monkeypatch, by_group, size, count, samples):
     """The ranks run one after the other; what they would send each other is noted in a first
-    round.
+    round. A source that compares responses gets those of its groups in one call, in order.
     """
     shares = {}
 
@@ -534,12 +535,18 @@ def test_rollout_on_several_ranks_is_the_same(setting, monkeypatch, size, count,
     seen = []
     for rank in [*range(size), *range(size)]:
         reward_sources = Scores()
+        if by_group:
+            reward_sources.whole, reward_sources.threads = True, ThreadPool(1)
         of_rank = replace(
             sampler, reward_sources=reward_sources, world=utils.World(rank, size, CPU)
         )
         with contextlib.suppress(KeyError):
             batches.append(of_rank.rollout(rows[:count], samples, KEY))
             seen.append(len(reward_sources.seen))
+        if by_group:
+            assert [answer for answer, *_ in reward_sources.seen] == [
+                i for i in range(rank, count, size) for _ in range(samples or 1)
+            ]
     assert len(batches) == size + 1 and all(same(batch, whole) for batch in batches)
     for again, mask, response in zip(
         whole.tokens["again"], whole.response_mask, responses_of(whole)
@@ -567,9 +574,8 @@ def test_a_response_is_scored_before_the_next_one_has_ended(setting):
             seen.append(response)
 
     gathered = []
-    world = SimpleNamespace(
-        shard=list, any=bool, unshard=lambda items, _: gathered.append(pickle.dumps(items)) or items
-    )
+    gather = lambda items: gathered.append(pickle.dumps(items)) or items
+    world = SimpleNamespace(shard=list, any=bool, all_gather=gather)
     batch = replace(
         sampler, generate=slow, world=world, args=replace(sampler.args, max_response_length=500)
     ).rollout(rows, 3, KEY)

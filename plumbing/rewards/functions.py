@@ -7,20 +7,24 @@ by name, and one for which it has no parameter is left out:
     score(prompts, completions, completion_ids, trainer_state, log_metric, **columns)        TRL's reward_funcs
     score(data_source, solution_str, ground_truth, extra_info)    verl's compute_score; called for each response
 
-Columns are lists with an entry for each response.
+Columns are lists with an entry for each response. Conversations bring `turns` along, a list of
+messages each.
 """
 
 import asyncio
 import functools
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from numbers import Real
 from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 
 from plumbing.user_code import accepted, load_function
+
+TRL = {"completions", "completion_ids"}  # a parameter of TRL's form
+runner = asyncio.Runner()  # one event loop for all calls: clients and locks of a file belong to it
 
 
 @functools.cache
@@ -30,6 +34,14 @@ def load_reward_function(name: str) -> Any:
     return function() if inspect.isclass(function) else function
 
 
+def attributes(function: Callable) -> tuple[bool, bool]:
+    """Return whether a function tells right from wrong, and whether it gets whole groups, as one in
+    TRL's form does.
+    """
+    trl = TRL & inspect.signature(function).parameters.keys()
+    return getattr(function, "verifies", True), getattr(function, "whole", bool(trl))
+
+
 def score_by(
     function: Callable,
     prompts: list,
@@ -37,6 +49,7 @@ def score_by(
     ids: list,
     columns: dict,
     step: int | None = None,
+    turns: Sequence[list] = (),
 ) -> list[dict[str, float]]:
     """Return the numbers that a function gives each response: "score", NaN for None; of an object,
     such as verl's, its other numbers; and the mean of what it gives TRL's `log_metric` by a name.
@@ -44,19 +57,21 @@ def score_by(
     Args:
         prompts: as the model sees them. ids: token ids of the responses. columns: {name: [value in
             each row]}, with "answer". step: number of steps that the run has made; None on a reward
-            server.
+            server. turns: messages of each response, if these are conversations.
     Raises:
-        TypeError, ValueError, KeyError: if it cannot be called so, or returns anything but a number
-            or None for each response.
+        TypeError, ValueError, KeyError: if it cannot be called so, as a column has the name of
+            another argument, too, or if it returns anything but a number or None for each response.
     """
     count = len(responses)  # a function may shorten the list
     parameters = inspect.signature(function).parameters
     logged: dict[str, list[float]] = {}
+    given: dict[str, Any] = {"turns": turns} if turns else {}
     if "solution_str" in parameters:
         rows = [dict(zip(columns, values)) for values in zip(*columns.values())]
         results = [
             call(
                 function,
+                {},
                 solution_str=response,
                 ground_truth=row["answer"],
                 data_source=row.get("data_source"),
@@ -64,17 +79,25 @@ def score_by(
             )
             for response, row in zip(responses, rows)
         ]
-    elif "completions" in parameters or "completion_ids" in parameters:
-        named = trl_arguments(prompts, responses, ids, columns)
-        named["log_metric"] = lambda name, x: logged.setdefault(name, []).append(float(x))
+    elif TRL & parameters.keys():
+        # As there, the response to a list of messages is one, too, as is one of several turns.
+        columns = dict(columns)
+        prompts = columns.pop("prompt", prompts)
+        given["completions"] = turns or [
+            [{"role": "assistant", "content": response}] if isinstance(prompt, list) else response
+            for prompt, response in zip(prompts, responses)
+        ]
+        if any(ids):  # there are none on a reward server, which has no tokenizer
+            given["completion_ids"] = ids
         if step is not None:
-            named["trainer_state"] = SimpleNamespace(global_step=step)
-        results = call(function, **named)
+            given["trainer_state"] = SimpleNamespace(global_step=step)
+        log_metric = lambda name, x: logged.setdefault(name, []).append(float(x))
+        results = call(function, columns, prompts=prompts, log_metric=log_metric, **given)
     else:
-        named = {**columns, "prompts": prompts, "responses": responses}
-        if "responses" not in accepted(function, named):
+        given["responses"] = responses
+        if "responses" not in accepted(function, given):
             raise TypeError(f"no parameter gets the responses: {', '.join(parameters)}")
-        results = call(function, **named)
+        results = call(function, columns, prompts=prompts, **given)
     if isinstance(results, (str, dict, set)):
         raise TypeError(f"returned a {type(results).__name__}, not a list of numbers")
     results = list(results)
@@ -84,29 +107,15 @@ def score_by(
     return [means | numbers_of(result) for result in results]
 
 
-def call(function: Callable, /, **named):
-    """Call a function, which may be asynchronous, with those of the named arguments that it
+def call(function: Callable, columns: dict, /, **given):
+    """Call a function, which may be asynchronous, with those columns and named arguments that it
     accepts.
     """
-    result = function(**accepted(function, named))
-    return asyncio.run(result) if inspect.iscoroutine(result) else result
-
-
-def trl_arguments(prompts: list, responses: list[str], ids: list, columns: dict) -> dict:
-    """Return what TRL calls a reward function with.
-
-    As there, the prompts are those of the column `prompt`, and a response to a list of messages is
-    one, too, as is one of several turns. Without token ids, as on a reward server without a
-    tokenizer, there is no `completion_ids`.
-    """
-    prompts = columns.get("prompt", prompts)
-    completions = columns.get("turns") or [
-        [{"role": "assistant", "content": response}] if isinstance(prompt, list) else response
-        for prompt, response in zip(prompts, responses)
-    ]
-    named = {**columns, "prompts": prompts, "completions": completions}
-    named.pop("prompt", None)
-    return named | {"completion_ids": ids} if any(ids) else named
+    named = accepted(function, columns | given)
+    for name in columns.keys() & given.keys() & named.keys():
+        raise TypeError(f"the rows have a column {name!r}, the name of another argument: rename it")
+    result = function(**named)
+    return runner.run(result) if inspect.iscoroutine(result) else result
 
 
 def numbers_of(result) -> dict[str, float]:

@@ -22,6 +22,7 @@ class ModelSource:
     """
 
     verifies = False
+    whole = False
     threads = None  # it scores once all responses are there
     most = math.inf
     failure = ""

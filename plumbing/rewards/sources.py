@@ -43,11 +43,8 @@ def finite_or_nan(score) -> float:
 
 
 def values_of(row: Row) -> dict:
-    """Return the columns that a prompt had in its file and "answer"; the "turns" of a conversation,
-    too.
-    """
-    own = {name: row[name] for name in ("answer", "turns") if name in row}
-    return {**row.get("columns", {}), **own}
+    """Return the columns that a prompt had in its file, and "answer"."""
+    return {**row.get("columns", {}), "answer": row["answer"]}
 
 
 def columns_of(rows: list[Row]) -> dict[str, list]:
@@ -55,6 +52,20 @@ def columns_of(rows: list[Row]) -> dict[str, list]:
     tables = list(map(values_of, rows))
     names = sorted({name for table in tables for name in table})
     return {name: [table.get(name) for table in tables] for name in names}
+
+
+def turns_of(rows: list[Row]) -> list:
+    """Return the messages of each conversation; [] if responses are none."""
+    return [row["turns"] for row in rows if "turns" in row]
+
+
+def final_turn(sample) -> str:
+    """Return the text that verifiers read: of a conversation the model's last turn, behind the
+    thought that the chat template opened in its prompt.
+    """
+    turns = sample.row.get("turns")
+    opened = "<think>" if sample.row["prompt"].rstrip().endswith("<think>") else ""
+    return opened + (turns[-1]["content"] if turns else sample.text)
 
 
 # ---- what --reward names -------------------------------------------------------------------------
@@ -138,6 +149,7 @@ class RewardSources:
     """The reward sources of a run, by the names given to --reward."""
 
     waited = 0.0  # seconds for scores of a step, once all responses had ended
+    whole = False  # whether a source compares the responses of a group, which are on one rank then
 
     def __init__(self, args, tokenizer=None, rows: Sequence[dict] = (), environment: bool = False):
         """Check all sources and start the worker processes; reward models are loaded by
@@ -173,13 +185,14 @@ class RewardSources:
                 self.models[name] = self.sources[name] = ModelSource(name, tokenizer)
             else:
                 self.sources[name] = SOURCES[kind](name, args.timeout, self.workers.get(kind))
-        self._try_out(rows, tokenizer, environment)
+        self._try_out(rows, tokenizer, environment, getattr(args, "group_size", 1))
+        self.whole = any(source.whole for source in self.sources.values())
         # Those that tell a right response, by 1 or more, from a wrong one, as reward models do not.
         self.verifiers = tuple(name for name, source in self.sources.items() if source.verifies)
 
-    def _try_out(self, rows: Sequence[dict], tokenizer, environment: bool) -> None:
+    def _try_out(self, rows: Sequence[dict], tokenizer, environment: bool, group: int) -> None:
         """Exit with code 2 if a source fails in a call with two prompts, answered by their
-        references or "42".
+        references or "42"; one that compares responses gets a `group` of each.
         """
         rows = list(itertools.islice(rows, 1000))
         for name, source in self.sources.items():
@@ -194,9 +207,11 @@ class RewardSources:
             if name in self.models:
                 self.models[name].read(samples)  # its weights are not loaded yet
             elif samples and kind_of(name) in ("function", "server"):
-                source.score(samples)
+                copies = group if source.whole else 1
+                for _ in range(2):  # what a function holds may work only once
+                    source.failure or source.score([x for x in samples for _ in range(copies)])
             if source.failure:
-                fail(f"--reward {name}: a trial call with two responses failed: {source.failure}")
+                fail(f"--reward {name}: a trial call failed: {source.failure}")
 
     def load_models(self, args, precision, sharding=None) -> None:
         """Load the reward models among the sources, see `ModelSource.load`."""
@@ -226,8 +241,8 @@ class Scoring:
     others are sampled.
 
     A source takes as many as are waiting, up to its `most`: what is scored together depends on when
-    responses end, so a score must not depend on it. A source without threads, such as a reward
-    model, takes all of them at the end: of one rollout at a time.
+    responses end, so a score must not depend on it. One that is `whole` takes all of them at the
+    end, in order; so does one without threads, such as a reward model, of one rollout at a time.
     """
 
     def __init__(self, reward_sources: RewardSources, interrupted: Callable[[], bool]):
@@ -250,7 +265,8 @@ class Scoring:
         sample.scores = dict.fromkeys(sources, 0.0) | dict.fromkeys(scored_by, math.nan)
         for name in scored_by:
             self.waiting[name].append(place)
-            if threads := sources[name].threads:
+            threads = sources[name].threads
+            if threads and not sources[name].whole:
                 self.jobs.append(threads.schedule(self._score, [name]))
 
     def _score(self, name: str) -> None:
@@ -258,7 +274,7 @@ class Scoring:
         source = self.reward_sources.sources[name]
         places: list[int] = []
         with contextlib.suppress(IndexError):  # another thread may have taken it
-            while len(places) < source.most:
+            while source.whole or len(places) < source.most:
                 places.append(self.waiting[name].popleft())
         if not places and source.threads:
             return
@@ -279,6 +295,8 @@ class Scoring:
         begin = time.monotonic()
         sources = self.reward_sources.sources
         for name, source in sources.items():
+            if source.whole:
+                self.jobs.append(source.threads.schedule(self._score, [name]))
             if source.threads is None:
                 with self.reward_sources.lock:
                     self._score(name)
@@ -305,6 +323,7 @@ class Source:
     """What scores responses."""
 
     verifies = True  # whether a score of 1 or more is that of a right response
+    whole = False  # whether `score` gets all responses of a rollout on this rank in one call
     most = math.inf  # responses in a call of `score`
     failure = ""  # the last reason for a score that is missing
     warned = False  # whether a missing score was reported
@@ -352,10 +371,8 @@ class VerifierSource(Source):
     def score(self, samples):
         calls = []
         for sample in samples:
-            # The answer of a conversation is the model's last turn, not that of a tool.
-            turns = sample.row.get("turns")
-            text = turns[-1]["content"] if turns else sample.text
-            calls.append((text, values_of(sample.row).get(self.verifier.column)))
+            reference = values_of(sample.row).get(self.verifier.column)
+            calls.append((final_turn(sample), reference))
         run = lambda calls: self.workers.run(self.check, calls, self.limit)
         scores = []
         for (score, failure), (_, reference) in zip(run(calls), calls):
@@ -374,9 +391,10 @@ class FunctionSource(Source):
 
     def __init__(self, name: str, timeout: float, workers: Workers):
         super().__init__(name, timeout, workers)
-        ((self.verifies, failure),) = self.load()
+        ((attributes, failure),) = self.load()
         if failure:
             fail(f"--reward {name}: {failure}", local=True)
+        self.verifies, self.whole = attributes
 
     def load(self) -> list[tuple]:
         """Import the file in the worker process, unless it is there."""
@@ -384,13 +402,15 @@ class FunctionSource(Source):
 
     def score(self, samples):
         """Return {"score": a number, NAME: a further number} for each response."""
+        rows = [sample.row for sample in samples]
         call = (
             self.name,
-            [sample.row["prompt"] for sample in samples],
+            [row["prompt"] for row in rows],
             [sample.text for sample in samples],
             [list(map(int, sample.response)) for sample in samples],
-            columns_of([sample.row for sample in samples]),
+            columns_of(rows),
             samples[0].step,
+            turns_of(rows),
         )
         self.load()  # the process may be a new one, and the time of a call is not for imports
         ((results, failure),) = self.workers.run(call_function, [call], self.timeout)
@@ -419,19 +439,16 @@ class ServerSource(Source):
     CONNECTIONS = 8  # requests at the same time
     PAUSES = (0, 2, 4, 8, 16, 0)  # seconds after each try that fails
 
-    @functools.cached_property
-    def verifies(self) -> bool:  # type: ignore[override]
-        """Whether its scores tell right from wrong, by GET /health; True for a server without that
-        page.
-        """
+    def __init__(self, name: str, timeout: float, workers: Workers):
+        """Ask GET /health for `verifies` and `whole`, which a server without that page lacks."""
+        super().__init__(name, timeout, workers)
         try:
-            answer = asyncio.run(self._request("GET", f"{self.name.rstrip('/')}/health"))
-            return bool(answer["verifies"])
+            health = asyncio.run(self._request("GET", f"{name.rstrip('/')}/health"))
+            self.verifies, self.whole = bool(health["verifies"]), bool(health.get("whole"))
         except Exception:  # an address may answer anything
             warn(
-                f"--reward {self.name}: has no /health, so a score of 1 or more counts as a correct response"
+                f"--reward {name}: has no /health, so a score of 1 or more counts as a correct response"
             )
-            return True
 
     def score(self, samples):
         count = len(samples)
@@ -443,6 +460,7 @@ class ServerSource(Source):
             "response": [sample.text for sample in samples],
             "messages": [row.get("messages") for row in rows],
             "columns": columns,
+            **({"turns": turns} if (turns := turns_of(rows)) else {}),
         }
         content = json.dumps(body, default=str)
         for pause in self.PAUSES:

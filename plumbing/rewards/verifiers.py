@@ -11,7 +11,13 @@ import re
 from typing import Callable, NamedTuple
 
 from assets.tasks import reasoning_gym_dataset
-from plumbing.rewards.answers import gold_answer, marked_number, plain_number, stated_text
+from plumbing.rewards.answers import (
+    after_thought,
+    gold_answer,
+    marked_number,
+    plain_number,
+    stated_text,
+)
 from plumbing.rewards.code_tests import code, read_tests
 from plumbing.rewards.math_verifier import LIMIT, math, reference_text
 
@@ -100,8 +106,8 @@ FUNCTIONS = dict(line.split(" ", 1) for line in NAMES.strip().splitlines())
 
 
 def ifeval(response: str, answer) -> float:
-    """Return the share of the row's constraints that what follows </think> follows, read strictly
-    (arXiv:2311.07911).
+    """Return the share of the row's constraints that the text behind a thought follows, read
+    strictly (arXiv:2311.07911).
 
     Raise an exception for an answer that `constraints_of` or the package if-verifiable does not
     know.
@@ -109,7 +115,7 @@ def ifeval(response: str, answer) -> float:
     import langdetect
 
     langdetect.DetectorFactory.seed = 0  # else it guesses a language at random
-    text = response.rpartition("</think>")[2].strip()
+    text = after_thought(response)
     followed = [
         bool(text) and bool(constraint.check_following(text)) for constraint in checkers(answer)
     ]

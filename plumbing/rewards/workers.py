@@ -17,7 +17,7 @@ from multiprocessing.context import SpawnContext, SpawnProcess
 
 from pebble import ProcessPool, ThreadPool
 
-from plumbing.rewards.functions import load_reward_function, score_by
+from plumbing.rewards.functions import attributes, load_reward_function, score_by
 from plumbing.user_code import SECONDS_TO_LOAD, without_main
 
 # ---- in a worker process -------------------------------------------------------------------------
@@ -60,12 +60,10 @@ def attempt(limit: float, call: Callable, arguments: list[tuple]) -> list[tuple]
     return results
 
 
-def call_function(name: str, *arguments) -> list[dict[str, float]] | bool:
-    """Return what `score_by` does for a user's function; without arguments, whether it tells right
-    from wrong.
-    """
+def call_function(name: str, *arguments) -> list[dict[str, float]] | tuple[bool, bool]:
+    """Return what `score_by` does for a user's function; without arguments, its `attributes`."""
     function = load_reward_function(name)
-    return score_by(function, *arguments) if arguments else getattr(function, "verifies", True)
+    return score_by(function, *arguments) if arguments else attributes(function)
 
 
 # ---- in the trainer ------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ add an entry.
 import contextlib
 import math
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Callable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -116,7 +117,9 @@ class Sampler:
             The Batch, the same on every rank; None if the run is interrupted.
         """
         rows = [row for row in rows for _ in range(samples or 1)]
-        local = self.world.shard(list(range(len(rows))))  # the responses of this rank
+        size = samples or 1 if self.reward_sources.whole else 1
+        groups = [range(i, i + size) for i in range(0, len(rows), size)]
+        local = list(chain(*self.world.shard(groups)))  # the responses of this rank
         draws, tool_seeds = self.random_numbers(len(rows), key)
 
         def interrupted() -> bool:  # called at every token
@@ -137,7 +140,9 @@ class Sampler:
             return None
         for sample in responses:
             sample.row = {}  # all ranks have it
-        responses = self.world.unshard(responses, len(rows))
+        # Ranks that share an engine have the same ones.
+        gathered = dict(self.world.all_gather(list(zip(local, responses))))
+        responses = [gathered[i] for i in range(len(rows))]
         for row, sample in zip(rows, responses):
             sample.row = sample.conversation.row if sample.conversation else row
         self.reward_sources.score_equal_responses_alike(responses)

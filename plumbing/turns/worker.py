@@ -23,7 +23,7 @@ import threading
 import traceback
 from collections.abc import Callable
 
-from plumbing.user_code import accepted, load_function
+from plumbing.user_code import accepted, load_function, modules
 
 LONGEST_TEXT = 100_000  # characters of a tool's or an environment's text; the rest is cut
 
@@ -119,7 +119,7 @@ def fork_processes(control: int, tools: list[str], environment: str) -> None:
         try:
             load_function(name)
         except BaseException:  # the process that needs the file imports it again, and reports this
-            sys.modules.pop(name.rpartition(":")[0], None)
+            modules.pop(name.rpartition(":")[0], None)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nothing is left of those that have ended
     with socket.socket(fileno=control) as trainer:
         while True:
@@ -153,12 +153,11 @@ def serve(connection: socket.socket, tools: list[str], environment: str, seed: i
             except BaseException as error:  # SystemExit, too
                 # Has a text even where str(error) raises.
                 raised = traceback.TracebackException.from_exception(error)
-                # load_function puts users' files into sys.modules by their paths. What a tool
-                # raises is for the model, which does not need the place.
+                # What a tool raises is for the model, which does not need the place.
                 places = [
                     f" ({frame.filename}:{frame.lineno})"
                     for frame in raised.stack
-                    if frame.filename in sys.modules and method != "call"
+                    if frame.filename in modules and method != "call"
                 ]
                 text = f"{type(error).__name__}{''.join(places[-1:])}: {raised}"
                 answer = {"error": as_text(text)}
