@@ -75,6 +75,47 @@ def test_what_trl_hands_over_besides():
         score_by(lambda completions, log_extra: [1, 1], *call, 4)
 
 
+OF_THE_FILE = ["of", "the file"]
+TALKS = [[{"role": "assistant", "content": text}] for text in CALL[1]]
+TAKEN = [  # a column, the responses as conversations, what it scores, and a function
+    (
+        "turns",
+        (),
+        [3, 1],
+        lambda completions, turns: lengths(completions[:1], turns == OF_THE_FILE) + [1],
+    ),
+    ("turns", (), [3, 1], lambda responses, turns: lengths(responses, turns == OF_THE_FILE)),
+    ("turns", TALKS, [1, 1], lambda completions: lengths(completions, completions == TALKS)),
+    (
+        "responses",
+        (),
+        [1, 1],
+        lambda completion_ids, responses: lengths(["a", "b"], responses == OF_THE_FILE),
+    ),
+    ("prompts", (), [3, 1], lambda responses: lengths(responses)),
+    ("solution_str", (), [3, 1], lambda solution_str, **_: len(solution_str)),
+    ("turns", TALKS, None, lambda responses, turns: [0, 0]),
+    ("turns", TALKS, None, lambda completions, **columns: [0, 0]),
+    ("responses", (), None, lambda responses: [0, 0]),
+    ("prompts", (), None, lambda prompts, completions: [0, 0]),
+    ("prompts", (), None, lambda responses, **columns: [0, 0]),
+    ("log_metric", (), None, lambda completions, log_metric: [0, 0]),
+]
+
+
+@pytest.mark.parametrize("column, turns, scores, function", TAKEN)
+def test_columns_with_the_names_of_other_arguments(column, turns, scores, function):
+    """They never replace what the project gives, and are refused where the function would get
+    both.
+    """
+    call = (function, *CALL[:3], COLUMNS | {column: OF_THE_FILE}, 0, turns)
+    if scores is None:
+        with pytest.raises(TypeError, match=f"column '{column}', the name of another"):
+            score_by(*call)
+    else:
+        assert [x["score"] for x in score_by(*call)] == scores
+
+
 def test_a_function_that_shortens_the_list_of_responses():
     def pops(prompts, responses):
         responses.pop(0)

@@ -15,9 +15,11 @@ import time
 import types
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import evaluate
 import pytest
 from conftest import ROOT
 from helpers import end_workers, refused, scores_by
+from test_data import prompts_of
 from test_tool_processes import is_running, wait_until
 from tiny_models import CPU, make_tokenizer
 
@@ -27,6 +29,7 @@ from plumbing.rewards.sources import (
     RewardSources,
     Scoring,
     check_reference,
+    final_turn,
     finite_or_nan,
     is_scored_by,
 )
@@ -34,7 +37,9 @@ from plumbing.rewards.workers import Workers
 from plumbing.rollout.batch import Batch, Sample, unscored
 from plumbing.run import evaluation
 
+REPORTED = ROOT / "tests/data/reported"
 FUNCTIONS = """
+import asyncio, concurrent.futures, multiprocessing
 calls = 0
 def good(prompts, responses, **columns):
     global calls
@@ -46,6 +51,44 @@ none.verifies = False
 def verl(data_source, solution_str, ground_truth, extra_info=None):
     return {"score": float(solution_str == ground_truth), "words": 2}
 def too_few(prompts, responses, **columns): return [1.0]
+
+def trl(completions): return [{"score": len(completions), "place": i} for i in range(len(completions))]
+def ours(prompts, responses): return trl(responses)
+ours.whole = True
+class Judge:
+    whole = True
+    def __call__(self, responses): return trl(responses)
+def at_once(completions, **columns): return trl(completions)
+at_once.whole = False
+def by_three(completions): return [1 / (len(completions) % 3 == 0)] * len(completions)
+def fails(completions): return [1 / (len(completions) < 3)] * len(completions)
+
+queue = asyncio.Queue()
+async def waits(responses):  # for what another task brings
+    getters = [asyncio.create_task(queue.get()) for _ in responses]
+    await asyncio.sleep(0)
+    for response in responses:
+        await queue.put(float(len(response)))
+    return await asyncio.gather(*getters)
+class Client:
+    lock = asyncio.Lock()
+    async def ask(self, response):
+        async with self.lock:
+            await asyncio.sleep(0.01)
+            return float(len(response))
+    async def __call__(self, prompts, responses):
+        return await asyncio.gather(*map(self.ask, responses))
+def once(responses):
+    global calls
+    calls += 1
+    return [1 / (calls < 2)] * len(responses)
+def one(response): return float(len(response))
+def spawns(responses):
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, context) as executor:
+        return list(executor.map(one, responses))
+def forks(responses):
+    with multiprocessing.get_context("fork").Pool(1) as pool: return pool.map(one, responses)
 """
 
 
@@ -70,10 +113,12 @@ def file(tmp_path_factory) -> str:
 def make():
     made = []
 
-    def make(*names, rows=(), timeout=30.0):
+    def make(*names, rows=(), timeout=30.0, group_size=1):
         made.append(
             RewardSources(
-                types.SimpleNamespace(reward=names, timeout=timeout, reward_workers=2),
+                types.SimpleNamespace(
+                    reward=names, timeout=timeout, reward_workers=2, group_size=group_size
+                ),
                 make_tokenizer(),
                 rows,
             )
@@ -91,6 +136,96 @@ def make():
 def test_a_function_that_fails_in_the_trial_call(file, make, capfd):
     line = refused(capfd, lambda: make(f"{file}:too_few", rows=[row("1")]), noisy=True)
     assert line.startswith(f"error: --reward {file}:too_few: a trial")
+
+
+@pytest.mark.parametrize("name, whole", [("trl", 1), ("ours", 1), ("Judge", 1), ("at_once", 0)])
+def test_whole_groups(file, make, name, whole):
+    """Called once with all responses, in order, whichever ends first; others with what has ended."""
+    reward_sources = make("exact", source := f"{file}:{name}")
+    assert reward_sources.whole == whole
+    scoring = Scoring(reward_sources, lambda: False)
+    for place in (2, 0, 1):
+        scoring.add(place, types.SimpleNamespace(row=row("1"), text="1", response=[5]))
+        for job in scoring.jobs:
+            job.result(timeout=60)
+    scores = [sample.scores for sample in scoring.finish()]
+    assert [x[source] for x in scores] == [3 if whole else 1] * 3
+    assert [x[f"{source}/place"] for x in scores] == ([0, 1, 2] if whole else [0, 0, 0])
+
+
+def test_whole_groups_in_the_trial_call_and_failures(file, make):
+    """The trial call has groups as large as the run's. Of a call that fails no score counts."""
+    names = [f"{file}:{name}" for name in ("by_three", "fails")]
+    reward_sources = make(names[0], rows=[row("1"), row("2")], group_size=3)
+    assert scores_by(reward_sources, [row("1")] * 3, ["1"] * 3, [[5]] * 3)[names[0]] == [1] * 3
+    reward_sources = make(names[1], rows=[row("1"), row("2")])
+    assert all(
+        map(math.isnan, scores_by(reward_sources, [row("1")] * 3, ["1"] * 3, [[5]] * 3)[names[1]])
+    )
+    assert "ZeroDivisionError" in reward_sources.why_missing(names[1])
+
+
+LIKE_ONE = [  # files, of which the last two have names like those of other modules, and functions
+    *((REPORTED / "22_rewards.py", name) for name in ("limited", "pool")),
+    *(("judge.py", name) for name in ("waits", "Client", "spawns")),
+    *((name, "forks") for name in ("math.py", "a.judge.py")),
+]
+
+
+@pytest.mark.parametrize("base, name", LIKE_ONE)
+def test_event_loops_and_process_pools(make, tmp_path, base, name):
+    """A file's locks and clients last from call to call, and its processes find its functions."""
+    if not (path := tmp_path / base).exists():
+        path.write_text(FUNCTIONS)
+    reward_sources = make(source := f"{path}:{name}", rows=[row("1"), row("22")])
+    for _ in range(2):
+        scores = scores_by(reward_sources, [row("1")] * 3, ["1", "22", "333"], [[5]] * 3)
+        assert scores[source] == [1, 2, 3], reward_sources.why_missing(source)
+
+
+def test_a_function_that_works_once_is_refused(file, make, capfd):
+    line = refused(capfd, lambda: make(f"{file}:once", rows=[row("1")]), noisy=True)
+    assert line.endswith("a trial call failed: ZeroDivisionError: division by zero")
+
+
+@pytest.mark.parametrize("base", ["15_turns_column", "16_responses_column"])
+def test_reported_columns(file, make, capfd, base):
+    """A function in TRL's form gets the responses; one that would get both is refused."""
+    rows = prompts_of(f"{REPORTED}/{base}.jsonl", make_tokenizer(), reward=("exact",)) * 2
+    source = f"{REPORTED}/22_rewards.py:trl"
+    got = scores_by(make("exact", source, rows=rows), rows, ["4", "2"], [[5], [6]])
+    right = [float(text == rows[0]["answer"]) for text in ("4", "2")]
+    assert got == {"exact": right, source: [1, 0]}
+    if "responses" in base:
+        line = refused(capfd, lambda: make(f"{file}:good", rows=rows), noisy=True)
+        assert "have a column 'responses', the name of another argument" in line
+
+
+THOUGHTS = [  # the end of a prompt, a response, and what format, math and exact give it
+    ("<think>\n", "Sum.</think>\n<answer>4</answer>", (1, 1, 1)),
+    ("<think>", r"It may be \boxed{4}, or", (0, 0, 0)),
+    ("<think>\n\n", "4", (0, 0, 0)),
+    ("<think>\n\n</think>\n\n", "<answer>4</answer>", (0, 1, 1)),
+    ("think in <think>. A:", r"\boxed{4}", (0, 1, 1)),
+    ("A:", "<think>Sum.</think> <answer>4</answer>", (1, 1, 1)),
+]
+
+
+def test_verifiers_get_the_thought_that_the_prompt_opened(make):
+    """In conversations, too; and what votes in scripts/evaluate.py."""
+    prompts, texts, expected = zip(*THOUGHTS)
+    rows = [{**row("4"), "prompt": prompt} for prompt in prompts]
+    talks = [
+        each | {"turns": [{"role": "assistant", "content": x} for x in ("1", text)]}
+        for each, text in zip(rows, texts)
+    ]
+    names = ("format", "math", "exact")
+    scores = scores_by(make(*names), rows + talks, [*texts, *prompts], [[5]] * 2 * len(rows))
+    assert list(zip(*scores.values())) == list(expected) * 2
+    turns = [
+        final_turn(types.SimpleNamespace(row=each, text=text)) for each, text in zip(rows, texts)
+    ]
+    assert [evaluate.voted_answer(turn) == "4" for turn in turns] == [x[2] for x in expected]
 
 
 def test_functions_and_verifiers_together(file, make):

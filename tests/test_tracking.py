@@ -10,7 +10,7 @@ import types
 
 import pytest
 import torch
-from helpers import refused, table, write_rows
+from helpers import ROOT, read_lines, refused, table, write_rows
 
 import grpo
 import utils
@@ -80,6 +80,28 @@ def test_a_library_gets_metrics_and_samples(tmp_path, monkeypatch, capsys):
             ({"step": 2, "objective/scores": 0.5, "time/step": 3.0}, 2),
             "finished",
         ]
+
+
+BROKEN = [
+    ("3", ""),
+    ("1", ""),
+    ("1000", "1"),
+    ("2", "1"),
+]  # calls of `log` before one fails; the end
+
+
+@pytest.mark.parametrize("at, finish", BROKEN)
+def test_a_library_that_fails_is_a_warning(tmp_path, monkeypatch, capsys, at, finish):
+    """Said once; the run goes on, and metrics.jsonl has all of it."""
+    monkeypatch.syspath_prepend(ROOT / "tests/data/reported/25_fake_wandb")
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    monkeypatch.setenv("FAIL_AT", at)
+    monkeypatch.setenv("FAIL_FINISH", finish)
+    logged(tmp_path, "wandb")
+    monkeypatch.delitem(sys.modules, "wandb")
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("warning: --track wandb: ") and said.endswith("; the run goes on")
+    assert read_lines(tmp_path / "metrics.jsonl")[-1]["objective/scores"] == 0.5
 
 
 def test_a_library_that_is_missing(monkeypatch, capsys):

@@ -15,7 +15,7 @@ from collections import deque
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
-from typing import Iterator
+from typing import Callable, Iterator
 
 import numpy as np
 from tqdm import tqdm
@@ -103,13 +103,24 @@ class RunLog:
         if address := getattr(run, "url", None):
             replace_file(f"{self.folder}/tracked.txt", address)
 
+    def track(self, call: Callable) -> None:
+        """Call a function with the library of --track, if there is one; what it raises is a warning,
+        said once: metrics.jsonl has all.
+        """
+        try:
+            if self.library:
+                call(self.library)
+        except Exception as error:
+            if "track" not in self.warned:
+                warn(f"--track {self.args.track}: {first_line(error)}; the run goes on")
+            self.warned.add("track")
+
     def lengths(self, step: int, name: str, lengths: list[int]) -> None:
         """Print how many items there are and how many tokens they have; track a histogram."""
         if lengths:
             span = f"{min(lengths)} to {max(lengths)} tokens, median {np.median(lengths):g}"
             say(f"{name}: {len(lengths):,} of {span}")
-            if self.library:
-                self.library.log({f"lengths/{name}": self.library.Histogram(lengths)}, step=step)
+            self.track(lambda to: to.log({f"lengths/{name}": to.Histogram(lengths)}, step=step))
 
     def phase(self, name: str) -> None:
         """Begin a phase, which the progress bar shows."""
@@ -134,11 +145,9 @@ class RunLog:
             return
         row = as_logged(metrics)
         append(f"{self.folder}/metrics.jsonl", [row])
-        if self.library:
-            self.library.log(
-                {name: x for name, x in row.items() if x is not None}, step=row["step"]
-            )
         step = row["step"]
+        tracked = {name: x for name, x in row.items() if x is not None}
+        self.track(lambda library: library.log(tracked, step=step))
         total = self.progress.total
         self.evaluation = row.get("time/evaluation", self.evaluation)
         values = {}
@@ -216,11 +225,9 @@ class RunLog:
             say(f"held-out sample after step {step}")
             for name, x in row.items():
                 say(f"    {name}: {shortened(x)}")
-        if self.library:
-            samples = self.library.Table(
-                columns=list(rows[0]), data=[list(row.values()) for row in rows]
-            )
-            self.library.log({"samples": samples}, step=step)
+        values = [list(row.values()) for row in rows]
+        table = lambda library: library.Table(columns=list(rows[0]), data=values)
+        self.track(lambda library: library.log({"samples": table(library)}, step=step))
 
     def draw(self) -> None:
         """Draw curves.png. A failure is a warning: the values are in metrics.jsonl."""
@@ -254,8 +261,7 @@ class RunLog:
         self._print_answers()
         if os.path.exists(path := f"{self.folder}/curves.png"):
             print(f"curves: {path}", flush=True)
-        if self.library:
-            self.library.finish()
+        self.track(lambda library: library.finish())
 
     def _print_answers(self) -> None:
         """Print three held-out prompts with their responses in the first and the last evaluation."""
