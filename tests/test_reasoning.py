@@ -122,6 +122,7 @@ GERMAN = {"instruction_id": ["language:response_language"], "kwargs": [{"languag
         (BOTH, "", 0.0),
         # the thought is not part of the response
         (BOTH, "<think>one, two</think>one two three four", 1.0),
+        (BOTH, "<think>one two three four", 0.0),
         (GERMAN, "Das ist ein ganz gewöhnlicher deutscher Satz.", 1),
         (GERMAN, "This is an ordinary English sentence.", 0),
         (tulu("validate_no_commas"), "one, two", 0),

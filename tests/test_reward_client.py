@@ -20,6 +20,8 @@ from tiny_models import make_tokenizer
 from plumbing.rewards import sources
 from plumbing.rewards.sources import RewardSources
 
+JUDGE = str(ROOT / "scripts/train/group_judge.py:score")
+
 
 class Told(BaseHTTPRequestHandler):
     """Answers POST as `server.behave(question, how often it was asked this)` says: (status, body,
@@ -299,6 +301,28 @@ def test_an_interrupted_run_does_not_wait(serve):
     )
     end.set()
     assert math.isnan(scores[server.url][0]) and time.monotonic() - begin < 30
+
+
+def test_the_judge_that_ranks_a_group(serve, monkeypatch):
+    """By the share of the others that a response beats; a group without a ranking has no scores."""
+    seen = []
+    said = {"a": "3 is odd. Ranking: 1, 2, 0", "b": "Ranking: 1, 1", "c": "Ranking: 1 > 0"}
+
+    def behave(question, count):
+        seen.append(question["messages"][0]["content"].partition("Question: ")[2])
+        return 200, {"choices": [{"message": {"content": said[seen[-1][0]]}}]}, {}
+
+    for name, value in {"JUDGE_URL": serve(behave).url, "JUDGE_MODEL": "a judge"}.items():
+        monkeypatch.setenv(name, value)
+    reward_sources = RewardSources(
+        types.SimpleNamespace(reward=(JUDGE,), timeout=30.0, reward_workers=1), None
+    )
+    assert reward_sources.whole and not reward_sources.verifiers
+    rows = [{"prompt": prompt, "answer": None, "columns": {}} for prompt in "aaabbcc"]
+    scores = scores_by(reward_sources, rows, list("1234567"), [[1]] * 7)[JUDGE]
+    end_workers(*reward_sources.workers.values())
+    assert scores == pytest.approx([0, 1, 0.5, math.nan, math.nan, 0, 1], nan_ok=True)
+    assert "a\n\nAnswer 0: 1\n\nAnswer 1: 2\n\nAnswer 2: 3" in seen
 
 
 def test_the_judge_of_the_docs(serve, tmp_path, monkeypatch):

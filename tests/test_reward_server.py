@@ -5,6 +5,7 @@ import math
 import signal
 import threading
 import time
+import types
 import urllib.request
 from pathlib import Path
 
@@ -36,6 +37,8 @@ def score(prompts, responses, answer, bonus=None, **columns):
     special = {"none": None, "nan": float("nan"), "inf": float("inf")}
     scores = [special.get(r, len(p) + len(r) / 100) for p, r in zip(prompts, responses)]
     return scores if bonus is None else [score + b for score, b in zip(scores, bonus)]
+def count(completions, turns=None):
+    return [len(completions) + (turns is not None and completions == turns)] * len(completions)
 """
 
 
@@ -111,6 +114,7 @@ def servers(folder):
     servers = {
         "gsm8k": Server(reward=("gsm8k",)),
         "judge": Server(reward=(judge,)),
+        "whole": Server(reward=(f"{folder / 'judge.py'}:count", "exact"), reward_weights=(1, 0.5)),
         "mix": Server(reward=("exact", judge), reward_weights=(2.0, 0.5)),
         "by row": Server(reward=("exact", "format"), reward_weights=(2.0, 1.0)),
         "model": Server(reward=(model,)),
@@ -171,6 +175,21 @@ def test_function_and_columns(servers):
     )
     # as a table has them
     assert server.scores(["a"], [""], ["x"], columns={"level": [math.nan]}) == [1.01]
+
+
+def test_whole_groups_and_conversations(servers, listen):
+    """A run sends all of its responses in one request, and conversations, of which a verifier reads
+    the last turn.
+    """
+    url = listen(servers["whole"].app)
+    args = types.SimpleNamespace(reward=(url,), timeout=60.0, reward_workers=1)
+    reward_sources = RewardSources(args)
+    assert reward_sources.whole and servers["whole"].client.get("/health").json()["whole"]
+    rows = [{"prompt": "p", "answer": "4", "columns": {}, "messages": None}] * 50
+    score = lambda rows: helpers.scores_by(reward_sources, rows, ["1"] * 50, [[1]] * 50)[url]
+    assert score(rows) == [50.0] * 50
+    turns = [{"role": "assistant", "content": "1"}, {"role": "assistant", "content": "4"}]
+    assert score([row | {"turns": turns} for row in rows]) == [51.5] * 50
 
 
 def test_weights_and_scores_that_are_missing(servers):
