@@ -4,19 +4,22 @@ template puts between.
 The templates are short ones of the same form as those of the models that they are named after.
 """
 
+import importlib.util
 import json
 import re
 import types
+from pathlib import Path
 
 import helpers
 import pytest
 import test_data
 from helpers import table
 from tiny_models import make_tokenizer
+from transformers.utils.chat_parsing.response_templates import load_response_template
 
 from plumbing.data import mixture as data
 from plumbing.models import loading
-from plumbing.turns.templates import Turns, hermes_calls, warn_once
+from plumbing.turns.templates import FORMS, Turns, warn_once
 from plumbing.turns.worker import EnvironmentFailure
 
 CHATML = """
@@ -92,6 +95,7 @@ def schema(name: str, **properties: str) -> dict:
 SEARCH = schema("search", query="string")
 ADD = schema("add", a="integer", b="integer")
 SCHEMAS = {"search": SEARCH, "add": ADD, "square": schema("square", x="integer")}
+TYPED = schema("f", s="string", i="integer", b="boolean", o="object")
 ENVIRONMENT = dict(schemas=(), followers=("user",))
 
 
@@ -144,10 +148,70 @@ def check_calls(calls: list, expected) -> None:
         ]
 
 
-@pytest.mark.parametrize("case", CALLS["hermes"])
-def test_calls_of_hermes(case):
-    text, expected = CALLS["hermes"][case]
-    check_calls(hermes_calls("", text.replace("DEEP", "[" * 100_000)), expected)
+@pytest.mark.parametrize("form, case", [(form, case) for form in CALLS for case in CALLS[form]])
+def test_calls(form, case, tokenizer_of):
+    text, expected = CALLS[form][case]
+    turns = turns_of(tokenizer_of(QWEN25), [TYPED])
+    turns.form = load_response_template(FORMS[form])
+    check_calls(turns.calls(text.replace("DEEP", "[" * 100_000)), expected)
+
+
+TEMPLATES = table("templates.yaml")
+FORM_OF = {name: form for form, names in TEMPLATES["forms"].items() for name in names}
+REFUSAL_OF = {name: why for why, names in TEMPLATES["refused"].items() for name in names}
+ARGUMENTS = {"s": '"a", 1', "i": 2, "b": True, "o": {"k": [1, "x"]}}
+
+
+def check_form(form: str, template: str, tokenizer) -> None:
+    """The reader is that of the form; a call, its result and what is between are as the template
+    renders them all.
+    """
+    tokenizer.add_tokens(re.findall(r"<\|?[a-z_]+\|?>", template))
+    stop_ids = [
+        tokenizer.convert_tokens_to_ids(stop)
+        for stop in TEMPLATES["stop_tokens"].split()
+        if stop in tokenizer.get_added_vocab()
+    ]
+    turns = Turns(tokenizer, stop_ids, [TYPED], ["tool"])
+    assert turns.form == load_response_template(FORMS[form])
+    call = {"id": "call00001", "function": {"name": "f", "arguments": ARGUMENTS}}
+    said = [
+        {"role": "user", "content": "What?"},
+        {**CALL, "tool_calls": [call]},
+        result("4\n2", "f"),
+    ]
+    render = lambda said, prompt: tokenizer.encode(
+        tokenizer.apply_chat_template(said, [TYPED], tokenize=False, add_generation_prompt=prompt)
+    )
+    begin = len(render(said[:1], False))
+    ids = render(said, True)
+    name = len(render(said[:2], False)) - begin
+    end = next(i for i in range(begin + name // 2, len(ids)) if ids[i] in stop_ids)
+    assert turns.calls(tokenizer.decode(ids[begin:end])) == [("f", ARGUMENTS)]
+    assert turns.observation_ids(said[2:], ids[end]) == ids[end + 1 :]
+    assert turns.observation_ids(said[2:], 5) == ids[end:]  # a text has ended the turn
+
+
+@pytest.mark.parametrize("form", TEMPLATES["calls"])
+def test_the_reader_is_chosen_by_what_the_template_writes(form):
+    before, _, after = QWEN25.partition("{{- '\\n<tool_call>")
+    template = before + TEMPLATES["calls"][form].replace("call.", "call.function.")
+    template += after[after.index("{%- endfor %}") :]
+    check_form(form, template, make_tokenizer(chat_template=template))
+
+
+@pytest.mark.parametrize("name", FORM_OF | REFUSAL_OF)
+def test_templates_of_trl(name):
+    spec = importlib.util.find_spec("trl")  # it is not loaded: it would bring accelerate
+    if spec is None:
+        pytest.skip("trl 1.16.0 is not installed")
+    template = (Path(spec.origin).parent / f"chat_templates/{name}.jinja").read_text()
+    tokenizer = make_tokenizer(chat_template=template, bos_token="<bos>")
+    if name in FORM_OF:
+        check_form(FORM_OF[name], template, tokenizer)
+    else:
+        with pytest.raises(ValueError, match=REFUSAL_OF[name]):
+            turns_of(tokenizer)
 
 
 @pytest.mark.parametrize("template", [QWEN25, QWEN3_THINKING])
@@ -203,8 +267,9 @@ def test_prompt_turns_and_observations_are_the_rendering_of_the_whole(
         observed = turns.observation_ids(messages, sampled[-1])
         assert expected[end : end + len(observed)] == observed
         # a text has ended the turn
-        assert turns.observation_ids(messages, sampled[-2]) == [*turns.end, *observed]
-        assert turns.end == sampled[-len(turns.end) :]
+        ended = [stop] if of_tools else turns.ends[False]
+        assert turns.observation_ids(messages, sampled[-2]) == [*ended, *observed]
+        assert ended == sampled[-len(ended) :]
         ids = ids + sampled + observed
     assert ids == expected
 
@@ -317,7 +382,7 @@ def test_messages_that_the_template_refuses_raise(tokenizer_of):
 # ---- what is refused at the start ----------------------------------------------------------------
 
 TOOLS = [SEARCH, ADD]
-TAGS = QWEN25.replace("""<tool_call>\\n{"name": "' + call""", "<tool_call>\\n<function=' + call")
+TAGS = QWEN25.replace("<tool_call>\\n{", "[TOOL_CALLS]{")
 ENDS_DIFFERENTLY = CHATML.replace("m.content +", "m.content + ('.' if loop.last else '') +")
 HIDES_RESULTS = QWEN25.replace("+ m.content + '\\n</tool_response>'", "+ '\\n</tool_response>'")
 RAISES = QWEN25.replace(
@@ -326,9 +391,9 @@ RAISES = QWEN25.replace(
 REFUSED = {
     "no template": (None, {}, "does not show tools"),
     "no tools in the template": (CHATML, {}, "does not show tools"),
-    "another form": (TAGS, {}, "writes calls in another form than <tool_call>; an --environment"),
+    "another form": (TAGS, {}, "writes calls in another form than Hermes, Qwen2.5"),
     "another last turn": (ENDS_DIFFERENTLY, ENVIRONMENT, "shows the end of a turn differently"),
-    "hidden results": (HIDES_RESULTS, {}, "does not show messages of tool after a turn"),
+    "hidden results": (HIDES_RESULTS, {}, "the content of a message of tool is not in what the"),
     "another stop token": (
         QWEN25.replace("<|im_end|>", "<bos>"),
         {},
@@ -359,7 +424,7 @@ def test_an_end_of_turn_that_the_template_alone_names(
         capsys.readouterr().out
         == "stop tokens: ['<|im_end|>', '<eos>']; texts to learn end with the first\n"
     )
-    assert Turns(tokenizer, stop_ids, TOOLS, ["tool"]).end == stop_ids[:1]
+    assert Turns(tokenizer, stop_ids, TOOLS, ["tool"]).ends[True][-1] == stop_ids[0]
     assert helpers.encode_response("", "4", tokenizer, stop_ids) == [
         *tokenizer.encode("4"),
         stop_ids[0],

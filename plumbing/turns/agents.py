@@ -26,12 +26,24 @@ from plumbing.turns.templates import json_or_text
 from plumbing.turns.worker import EnvironmentFailure
 from utils import first_line
 
-# Fields of a request that have an effect, or none at all; and those of some values alone.
+# Fields of a request that have an effect, or none at all; those that have none where they are false,
+# 0 or empty; and those of some values alone.
 READ = (
-    "messages tools temperature max_tokens max_completion_tokens stop stream "
-    "model user seed store metadata stream_options parallel_tool_calls"
+    "messages tools temperature max_tokens max_completion_tokens stop stream model user seed store "
+    "metadata stream_options parallel_tool_calls service_tier prompt_cache_key safety_identifier"
 ).split()
-FIXED = {"tool_choice": ("auto", "none"), "n": (1,), "logprobs": (False,), "top_p": (1,)}
+OFF = (
+    "frequency_penalty presence_penalty logit_bias functions logprobs top_logprobs min_p min_tokens "
+    "ignore_eos use_beam_search echo add_special_tokens continue_final_message chat_template_kwargs"
+).split()
+FIXED = {
+    "tool_choice": ("auto", "none"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "top_k": (-1, 0),
+    "skip_special_tokens": (True,),
+    **dict.fromkeys(("n", "best_of", "top_p", "repetition_penalty", "length_penalty"), (1,)),
+}
 
 
 @dataclass(eq=False)
@@ -111,11 +123,12 @@ class Agents(Conversations):
         args = copy.copy(self.args)
         asked = {name: x for name, x in json.loads(body).items() if x is not None}
         for name, value in asked.items():
-            if name not in READ and value not in FIXED.get(name, ()):
+            is_off = name in OFF and not value
+            if not is_off and name not in READ and value not in FIXED.get(name, ()):
                 raise ValueError(f"{name} {value!r} is not supported")
         if len(turns) > args.max_turns:
             raise ValueError(f"a response has at most --max_turns {args.max_turns} requests")
-        messages = list(map(plain, asked["messages"]))
+        messages = plain(asked["messages"])
         tools = json.dumps(asked.get("tools", []))
         prompt = self._prompt(messages, tools, turns)
         room = min(args.max_response_length, self.longest - len(prompt))
@@ -146,13 +159,13 @@ class Agents(Conversations):
         calls = self.template(tools).calls(text) if asked.get("tool_choice") != "none" else []
         if calls and all(isinstance(call, tuple) for call in calls):
             reason = "tool_calls"
-            message["content"] = content.partition("<tool_call>")[0]
+            message["content"] = self.template(tools).before_calls(text)
             functions = [{"name": name, "arguments": json.dumps(x)} for name, x in calls]
             message["tool_calls"] = [
                 {"index": i, "id": f"call_{len(prompt)}_{i}", "type": "function", "function": x}
                 for i, x in enumerate(functions)
             ]
-        turn.messages = [*messages, plain(message)]
+        turn.messages = [*messages, *plain([message])]
         turn.tools = tools
         turn.tokens = tokens
         turn.outputs = outputs
@@ -207,14 +220,24 @@ def completion(turn: Turn, message: dict, reason: str, model: str, stream) -> we
     return web.Response(text=chunks, content_type="text/event-stream")
 
 
-def plain(message: dict) -> dict:
-    """Return what a message says, however a client library writes it, as chat templates read it."""
-    content = message.get("content") or ""
-    if not isinstance(content, str):
-        content = "".join(part["text"] for part in content)
-    said = {"role": message["role"], "content": content}
-    functions = [call["function"] for call in message.get("tool_calls") or []]
-    calls = [{**x, "arguments": json_or_text(x["arguments"])} for x in functions]
-    if calls:
-        said["tool_calls"] = [{"type": "function", "function": call} for call in calls]
+def plain(messages: list[dict]) -> list[dict]:
+    """Return what messages say, however a client library writes it, as chat templates read it.
+
+    A result has the name of the call that its id belongs to.
+    """
+    names: dict[str, str] = {}  # of calls, by their ids
+    said = []
+    for message in messages:
+        content = message.get("content") or ""
+        if not isinstance(content, str):
+            content = "".join(part["text"] for part in content)
+        named = {"name": names.get(message.get("tool_call_id")), **message}
+        optional = {x: named[x] for x in ("name", "reasoning_content") if named.get(x)}
+        said.append({"role": message["role"], "content": content, **optional})
+        for call in message.get("tool_calls") or []:
+            name, arguments = call["function"]["name"], call["function"].get("arguments") or {}
+            arguments = json_or_text(arguments) if isinstance(arguments, str) else arguments
+            function = {"name": name, "arguments": arguments or {}}
+            said[-1].setdefault("tool_calls", []).append({"type": "function", "function": function})
+            names[call.get("id")] = name
     return said

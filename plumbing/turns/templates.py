@@ -4,33 +4,35 @@ Sampled tokens are never tokenised again. The text between two turns is what the
 writes behind a turn that messages follow. A template that changes earlier turns for them, such as
 one that drops thoughts, is warned of at the start: here turns stay as they were sampled.
 
-A reader returns the calls in a turn in order: (name, arguments) as the model wrote them, or a text
-for the model with the reason why a call cannot be read. Whether a call fits a tool is not checked.
+Calls are read in the form that the chat template writes them in: (name, arguments), or a text for the
+model with the reason why one cannot be read. Whether a call fits a tool is not checked.
 """
 
+import ast
+import copy
 import functools
 import json
 import os
+from pathlib import Path
 from typing import Callable
 
+import yaml
+from transformers.utils.chat_parsing.response_templates import load_response_template
+
 from plumbing.data.prompts import Text, encode_texts, guarded
-from plumbing.rewards.answers import after_thought
 from plumbing.turns.worker import EnvironmentFailure
 from utils import first_line, warn
 
 Call = tuple[str, dict]  # name and arguments
 MARK = "SAMPLED-TURN"  # where a rendering has the end of a sampled turn
+THOUGHT = "<think>\nA-THOUGHT\n</think>\n\n"
 QUESTION = {"role": "user", "content": "x"}
-TURN = {"role": "assistant", "content": f"<think>\nA-THOUGHT\n</think>\n\n{MARK}"}
 warn_once = functools.cache(warn)
+FORMS = yaml.safe_load(Path(__file__).with_name("calls.yaml").read_text())["forms"]
 
 
 class Turns:
-    """The text between the turns of a conversation, and the calls in a turn.
-
-    `calls(text)` reads the calls in a turn. The text is decoded with special tokens, which may be
-    part of a call, but without the stop token at its end.
-    """
+    """The text between the turns of a conversation, and the calls in a turn."""
 
     def __init__(
         self,
@@ -51,67 +53,121 @@ class Turns:
         self.stop_ids = stop_ids
         self.schemas = schemas or None
         self.has_template = has_template and tokenizer.chat_template is not None
-        self.calls = self._template_reader() if schemas else lambda text: []
+        self.form = None  # of the calls
+        self.opened = ""  # what the generation prompt begins of a turn
+        if schemas:
+            self._find_form()
+        self.ends: dict[bool, list[int]] = {}  # by whether the turn has calls: its last tokens
         if self.has_template:
             self._check_followers(followers)
+
+    def _turn(self, messages: list[dict], thought: str = "") -> dict:
+        """Return a turn that messages may follow: with a call, if they begin with its result."""
+        if not self._follow_calls(messages):
+            return {"role": "assistant", "content": THOUGHT + MARK}
+        function = {"name": messages[0].get("name", "x"), "arguments": {"x": MARK}}
+        calls = [{"id": "call00000", "type": "function", "function": function}]
+        return {"role": "assistant", "content": thought, "tool_calls": calls}
+
+    def _follow_calls(self, messages: list[dict]) -> bool:
+        return bool(messages and messages[0]["role"] == "tool" and self.schemas)
 
     def _check_followers(self, followers: list[str]) -> None:
         """Read how the template ends turns; raise ValueError if it hides messages that follow
         one.
         """
-        before = self._render([QUESTION, TURN])
-        self.after_last_turn = before.rpartition(MARK)[2]
         for role in followers:
-            follower = {"role": role, "name": "x", "content": "A-RESULT"}
-            if "A-RESULT" not in self._between([follower]):
-                raise ValueError(f"does not show messages of {role} after a turn")
-            followed = self._render([QUESTION, TURN, follower], prompt=True)
+            messages = [{"role": role, "name": "x", "content": "A-RESULT"}]
+            self._shown(self._between, messages)
+            end = self._between(messages).partition("A-RESULT")[0]
+            self.ends[self._follow_calls(messages)] = self._end_of_turn(messages, end)
+            turns = [QUESTION, self._turn(messages, THOUGHT)]
+            before = self._render(turns)
+            followed = self._render([*turns, *messages], prompt=True)
             if not ("A-THOUGHT" in before and followed.startswith(before)):
                 warn_once(
                     "the chat template of --model changes earlier turns, such as by dropping thoughts, "
                     f"once messages of {role} follow; here they stay as they were sampled"
                 )
-        self.end = self._end_of_turn()  # the first token ids of an observation
 
-    def _template_reader(self) -> Callable[[str], list[Call | str]]:
-        """Return the reader of the calls that the chat template writes; raise ValueError if there
-        is none.
+    def _find_form(self) -> None:
+        """Find the form of the calls that the chat template writes, the tokenizer's own or one of
+        FORMS; raise ValueError if there is none.
         """
         other = "an --environment can read calls of any form, and answer them"
         name = self.schemas[0]["function"]["name"]
-        prompt = self._render([QUESTION], prompt=True) if self.has_template else ""
+        before = self._render([QUESTION])
+        prompt = self._render([QUESTION], prompt=True)
         if name not in prompt:
             raise ValueError(f"does not show tools; {other}")
-        reader = functools.partial(hermes_calls, prompt)
-        function = {"name": name, "arguments": {"x": "1"}}
-        tool_calls = [{"id": "call00000", "type": "function", "function": function}]
-        text = self._render(
-            [QUESTION, {"role": "assistant", "content": "", "tool_calls": tool_calls}]
-        )
-        if reader(text[len(os.path.commonprefix([text, prompt])) :]) != [(name, {"x": "1"})]:
-            raise ValueError(f"writes calls in another form than <tool_call>; {other}")
-        return reader
+        text = self._render([QUESTION, self._turn([{"role": "tool", "name": name}])])
+        text = text[len(os.path.commonprefix([text, before])) :]
+        for form in filter(None, (self.tokenizer.response_template, *FORMS.values())):
+            self.form = load_response_template(form)
+            if self.calls(text) == [(name, {"x": MARK})]:
+                self.opened = prompt.removeprefix(before)
+                return
+        raise ValueError(f"writes calls in another form than {', '.join(FORMS)}; {other}")
 
-    def _end_of_turn(self) -> list[int]:
-        """Return the token ids from a turn's text to the stop token behind it; [] if the template
-        writes no stop token.
+    def calls(self, text: str) -> list[Call | str]:
+        """Return the calls in a turn, or the reason why they cannot be read. Thoughts hold no calls.
+
+        The text is decoded with special tokens, which may be part of a call, but without the stop
+        token at its end.
+        """
+        if self.form is None:
+            return []
+        is_xml = self.form.fields["tool_calls"].content == "xml-inline"
+        try:
+            message = self.tokenizer.parse_response(
+                text, self.form, prefix=self.opened, tools=self.schemas if is_xml else None
+            )
+            found = [call["function"] for call in message.get("tool_calls", [])]
+            return [read_call(value) for call in found for value in listed(call)]
+        except Exception as error:  # of any type: the model may write anything
+            return [f"the call cannot be read ({first_line(error.__cause__ or error)})"]
+
+    def before_calls(self, text: str) -> str:
+        """Return what a turn with calls says before them, without special tokens."""
+        text = text[: self.form.fields["tool_calls"].open_re.search(text).start()]
+        for token in self.tokenizer.all_special_tokens:
+            text = text.replace(token, "")
+        return text
+
+    def _end_of_turn(self, messages: list[dict], text: str) -> list[int]:
+        """Return the token ids from a turn's text to the stop token behind it, of a call the stop
+        token alone; [] if the template writes no stop token.
 
         Raise ValueError if it ends turns by another token of the added vocabulary, which no turn
-        would end with.
+        would end with, or a turn with calls by none.
         """
-        ids = self.encode(self.after_last_turn)
+        ids = self.encode(text)
         length = next((length for length, token in enumerate(ids, 1) if token in self.stop_ids), 0)
-        if not length and any(token in self.tokenizer.added_tokens_decoder for token in ids):
+        if length:
+            return ids[:length]
+        last = self.encode(self._after_turn(messages))
+        added = self.tokenizer.added_tokens_decoder
+        if self._follow_calls(messages) or any(token in added for token in last):
             raise ValueError(
-                f"ends turns by {self.tokenizer.decode(ids)!r}, which holds no --stop_token"
+                f"ends turns by {self.tokenizer.decode(last)!r}, which holds no --stop_token"
             )
-        return ids[:length]
+        return []
 
     def _render(self, messages: list[dict], prompt: bool = False) -> str:
-        """Return messages as text, with the generation prompt if asked for."""
+        """Return messages as text, with the generation prompt if asked for; without chat template,
+        their contents.
+        """
+        if not self.has_template:
+            return "".join(message["content"] for message in messages)
         return self.tokenizer.apply_chat_template(
             messages, self.schemas, tokenize=False, add_generation_prompt=prompt
         )
+
+    def _after_turn(self, messages: list[dict]) -> str:
+        """Return the text that ends the last turn of a conversation, of the kind that messages would
+        follow.
+        """
+        return self._render([QUESTION, self._turn(messages)]).rpartition(MARK)[2]
 
     def _between(self, messages: list[dict]) -> str:
         """Return the text between a turn and the next one: end of turn, messages, generation
@@ -120,19 +176,42 @@ class Turns:
         Raise ValueError if the template does not show the turn then, or ends it in another way.
         It may raise other exceptions by itself.
         """
-        between = self._render([QUESTION, TURN, *messages], prompt=True).partition(MARK)[2]
-        if not between.startswith(self.after_last_turn):
+        turns = [QUESTION, self._turn(messages), *messages]
+        between = self._render(turns, prompt=True).partition(MARK)[2]
+        if not between.startswith(self._after_turn(messages)):
             raise ValueError("shows the end of a turn differently once messages follow")
         return between
 
-    def prompt(self, messages: list[dict]) -> str:
-        """Return the text of messages that a turn follows; without chat template, of the
-        contents.
+    def _shown(self, render: Callable[[list[dict]], str], messages: list[dict]) -> str:
+        """Return the rendering of messages; raise ValueError if the chat template leaves out a
+        content or a call.
+
+        Arguments of calls are objects, or text for a template that requires text (DeepSeek-V3).
         """
-        messages = guarded(messages, self.tokenizer)
-        if self.has_template:
-            return self._render(messages, prompt=True)
-        return "".join(message["content"] for message in messages)
+        marks = {}
+        messages = copy.deepcopy(messages)
+        marked = copy.deepcopy(messages)
+        calls = [call for each in (messages, marked) for call in functions(each)]
+        for message in marked:
+            named = [(call, "name") for call in functions([message])]
+            for part, key in [(message, "content"), *named]:
+                if part[key].strip():
+                    mark = part[key] = f"shown{len(marks)}mark"
+                    marks[mark] = f"the {key} of a message of {message['role']}"
+        try:
+            text = render(marked)
+        except TypeError:
+            for call in calls:
+                call["arguments"] = json.dumps(call["arguments"])
+            text = render(marked)
+        for mark, what in marks.items():
+            if mark not in text:
+                raise ValueError(f"{what} is not in what the chat template writes")
+        return render(guarded(messages, self.tokenizer))
+
+    def prompt(self, messages: list[dict]) -> str:
+        """Return the text of messages that a turn follows; see `_shown` for what is raised."""
+        return self._shown(functools.partial(self._render, prompt=True), messages)
 
     def observation_ids(self, messages: list[dict], last_token: int) -> list[int]:
         """Return the token ids between the turn just sampled and the next one; without chat
@@ -145,16 +224,19 @@ class Turns:
             last_token: of the turn. If it is a stop token, the one that the template writes there
                 is left out.
         """
-        messages = guarded(messages, self.tokenizer)
         if not self.has_template:
-            return self.encode("".join(message["content"] for message in messages))
+            return self.encode(self._shown(self._render, messages))
         try:
-            ids = self.encode(self._between(messages))
+            ids = self.encode(self._shown(self._between, messages))
         except Exception as error:  # templates may raise any exception
             raise EnvironmentFailure(
                 f"the chat template of --model refuses messages: {first_line(error)}"
             ) from error
-        return ids[len(self.end) :] if last_token in self.stop_ids else ids
+        with_calls = self._follow_calls(messages)
+        end = len(self.ends[with_calls])
+        if last_token not in self.stop_ids:  # which closes no call
+            end = end - 1 if with_calls else 0
+        return ids[end:]
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         """Return the token ids of a text; half of a surrogate pair, which models can write in JSON,
@@ -167,11 +249,35 @@ class Turns:
 # ---- calls in a turn -----------------------------------------------------------------------------
 
 
+def functions(messages: list[dict]) -> list[dict]:
+    """Return the functions that the calls of messages name."""
+    return [call["function"] for message in messages for call in message.get("tool_calls", [])]
+
+
+def listed(calls) -> list:
+    """Return the calls of a text, which is a list in Python; any other value is one call."""
+    if not isinstance(calls, str):
+        return [calls]
+    value_of = lambda node: python_or_json(ast.get_source_segment(calls, node))
+    return [
+        {"name": call.func.id, "arguments": {x.arg: value_of(x.value) for x in call.keywords}}
+        for call in ast.parse(calls, mode="eval").body.elts
+    ]
+
+
+def python_or_json(text: str):
+    """Return the value of a literal."""
+    try:
+        return json.loads(text)  # true, false and null are no literals of Python
+    except ValueError:
+        return ast.literal_eval(text)
+
+
 def read_call(value) -> Call | str:
     """Return the call in a JSON value, or the text of the error."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return 'a call has to be a JSON object with "name" and "arguments"'
-    arguments = value.get("arguments") or {}
+    arguments = value.get("arguments", value.get("parameters")) or {}
     # Some models write it as a string.
     arguments = json_or_text(arguments) if isinstance(arguments, str) else arguments
     if not isinstance(arguments, dict):
@@ -185,19 +291,3 @@ def json_or_text(text: str):
         return json.loads(text)
     except (ValueError, RecursionError):  # the second: brackets in thousands of brackets
         return text
-
-
-def hermes_calls(prompt: str, text: str) -> list[Call | str]:
-    """Return the calls <tool_call>{"name": ..., "arguments": {...}}</tool_call>, the form of Hermes
-    and Qwen.
-
-    The last one may lack its end. Thoughts hold no calls, nor does one that begins at the end of any `prompt`.
-    """
-    opened = "<think>" if prompt.rstrip().endswith("<think>") else ""
-    calls = []
-    for part in after_thought(opened + text).split("<tool_call>")[1:]:
-        try:
-            calls.append(read_call(json.loads(part.partition("</tool_call>")[0])))
-        except (ValueError, RecursionError) as error:
-            calls.append(f"the call is not valid JSON ({first_line(error)})")
-    return calls
