@@ -7,6 +7,7 @@ import types
 import numpy as np
 import pytest
 import torch
+from helpers import table
 from test_turns import ADD, QWEN25
 from test_turns import tokenizer_of as tokenizer_of  # a fixture
 from tiny_models import CPU, random_model
@@ -17,7 +18,7 @@ import utils
 from plumbing.rollout.batch import Batch, Sample, forward_batch
 from plumbing.tasks import run_all
 from plumbing.turns import agents
-from plumbing.turns.agents import Agents
+from plumbing.turns.agents import Agents, plain
 from plumbing.turns.conversations import Conversation
 
 # Runs the code of its row, which may call ask(messages..., options of the API).
@@ -179,8 +180,10 @@ def test_other_requests_are_contexts_and_each_turn_trains_once(play):
     } | {tuple(engine.asked[0]["query"])}
 
 
-API = """
-import urllib.error
+REQUESTS = table("requests.json")
+API = (
+    f"requests = {REQUESTS}"
+    + """
 one = ask(user("x"), temperature=0.1)
 two = ask(user("x"), temperature=1.5, max_tokens=1, stop="k", seed=3, user="me", top_p=1.0)
 assert (two.finish_reason, two.message.content) == ("length", "o")
@@ -190,20 +193,18 @@ chunks = list(client.chat.completions.create(model="m", messages=[user("y")], st
 assert [chunk.choices[0].delta.content for chunk in chunks] == ["ok"]
 assert chunks[0].usage.total_tokens == chunks[0].usage.prompt_tokens + 3
 assert client.models.list().data[0].id
-for options, words in (
-    ({"n": 2}, "n 2"), ({"logprobs": True}, "logprobs"), ({"tool_choice": "required"}, "tool_choice"),
-    ({"top_p": 0.5}, "top_p"), ({"extra_body": {"min_p": 1}}, "min_p"), ({"max_tokens": "x"}, "TypeError"),
-    ({"max_tokens": 0}, "1 or more"), ({"temperature": -1}, "0 or more"), ({"stop": ["k", ""]}, "empty"),
-    ({"stop": [5]}, "TypeError"), ({"messages": []}, ""), ({"messages": [{}]}, "role"),
-    ({"messages": [user("x" * 700)]}, "of 600"),
-):
+for options in requests["read"]:
+    client.chat.completions.create(model="m", messages=[user("x")], extra_body=options)
+refused = [*requests["refused"], [{"messages": [user("x" * 700)]}, "of 600"]]
+for options, words in refused:
     try:
-        client.chat.completions.create(**{"model": "m", "messages": [user("x")], **options})
+        client.chat.completions.create(model="m", messages=[user("x")], extra_body=options)
     except openai.BadRequestError as error:
         assert words in error.body["message"], error
     else:
         raise AssertionError(options)
 """
+)
 
 
 def test_what_the_api_offers(play):
@@ -211,11 +212,21 @@ def test_what_the_api_offers(play):
     [one], engine = play(API)
     assert not one.error, one.error
     asked = engine.asked
-    assert [request["temperature"] for request in asked] == [0.1, 1.0, 1.0, 1.0]
-    assert [request["stops"] for request in asked] == [(), ("k",), ("k",), ()]
+    assert [request["temperature"] for request in asked] == [0.1] + [1.0] * 8
+    assert [request["stops"] for request in asked][:4] == [(), ("k",), ("k",), ()]
     assert [request["length"] for request in asked][1] == 1
     trained = sorted(len(ids) for _, ids in contexts_of(one))
-    assert trained == [0, 1, 3, 3]
+    assert trained == [0, 1, *[3] * 7]
+
+
+@pytest.mark.parametrize("call", REQUESTS["calls"])
+def test_calls_of_requests(call):
+    """Arguments are objects for the template; a result has the name of its call."""
+    turn = {"role": "assistant", "content": None, "tool_calls": [{"id": "c1", "function": call}]}
+    turn, answer = plain([turn, {"role": "tool", "tool_call_id": "c1", "content": "3"}])
+    (said,) = turn["tool_calls"]
+    assert said["function"] == {"name": "f", "arguments": {"a": 1} if call.get("arguments") else {}}
+    assert turn["content"] == "" and answer == {"role": "tool", "content": "3", "name": "f"}
 
 
 def test_turn_rewards_and_a_last_turn_that_does_not_train(play):

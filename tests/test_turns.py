@@ -48,7 +48,7 @@ QWEN25 = """
             {{- call.function.arguments | tojson + '}\\n</tool_call>' }}
         {%- endfor %}
         {{- '<|im_end|>\\n' }}
-    {%- else %}
+    {%- elif m.role in ['system', 'user', 'assistant'] %}
         {{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}
     {%- endif %}
 {%- endfor %}
@@ -200,6 +200,13 @@ def test_the_reader_is_chosen_by_what_the_template_writes(form):
     check_form(form, template, make_tokenizer(chat_template=template))
 
 
+def test_the_response_template_of_the_tokenizer():
+    own = json.dumps(FORMS["Hermes, Qwen2.5, Qwen3"]).replace("<tool_call>", "[TOOL_CALLS]")
+    tokenizer = make_tokenizer(chat_template=TAGS, response_template=json.loads(own))
+    tokenizer.add_tokens(SPECIAL)
+    assert turns_of(tokenizer).calls('[TOOL_CALLS]{"name": "f"}') == [("f", {})]
+
+
 @pytest.mark.parametrize("name", FORM_OF | REFUSAL_OF)
 def test_templates_of_trl(name):
     spec = importlib.util.find_spec("trl")  # it is not loaded: it would bring accelerate
@@ -267,9 +274,8 @@ def test_prompt_turns_and_observations_are_the_rendering_of_the_whole(
         observed = turns.observation_ids(messages, sampled[-1])
         assert expected[end : end + len(observed)] == observed
         # a text has ended the turn
-        ended = [stop] if of_tools else turns.ends[False]
+        ended = sampled[-1:] if of_tools else sampled[-turns.ends[False][1] :]
         assert turns.observation_ids(messages, sampled[-2]) == [*ended, *observed]
-        assert ended == sampled[-len(ended) :]
         ids = ids + sampled + observed
     assert ids == expected
 
@@ -349,6 +355,38 @@ def test_any_text_is_encoded(tokenizer_of):
     )
 
 
+CALLED = {**CALL, "content": "Look.", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+DEEPSEEK3 = QWEN25.replace("arguments | tojson", "arguments")  # which wants them as text
+SHOWN = {
+    "a role": (QWEN25, {"role": "developer", "content": "d"}, "content of a message of developer"),
+    "of results": (
+        QWEN25.replace("'tool'", "'ipython'"),
+        result("d"),
+        "the content of a message of tool",
+    ),
+    "a call": (CHATML, CALLED, "the name of a message of assistant"),
+    "what stands before a call": (
+        QWEN25.replace("if m.content", "if 0"),
+        CALLED,
+        "the content of a message of assistant",
+    ),
+    "a call in text": (DEEPSEEK3, CALLED, ""),
+    "a text of one letter": (QWEN25, {**USER, "content": "d"}, ""),
+}
+
+
+@pytest.mark.parametrize("case", SHOWN)
+def test_no_message_vanishes(case, tokenizer_of):
+    template, message, missing = SHOWN[case]
+    turns = Turns(tokenizer_of(template), [4], [], [])
+    if missing:
+        with pytest.raises(ValueError, match=missing):
+            turns.prompt([message, USER])
+    else:
+        text = turns.prompt([message, USER])
+        assert message["content"] in text and ('"arguments": {}' in text) == (message is CALLED)
+
+
 DROPS_ALL = CHATML.replace("m.content", "m.content.split('</think>')[-1]")
 
 
@@ -424,7 +462,8 @@ def test_an_end_of_turn_that_the_template_alone_names(
         capsys.readouterr().out
         == "stop tokens: ['<|im_end|>', '<eos>']; texts to learn end with the first\n"
     )
-    assert Turns(tokenizer, stop_ids, TOOLS, ["tool"]).ends[True][-1] == stop_ids[0]
+    turns = Turns(tokenizer, stop_ids, TOOLS, ["tool"])
+    assert turns.observation_ids([result("1")], 5)[0] == stop_ids[0]
     assert helpers.encode_response("", "4", tokenizer, stop_ids) == [
         *tokenizer.encode("4"),
         stop_ids[0],

@@ -57,7 +57,7 @@ class Turns:
         self.opened = ""  # what the generation prompt begins of a turn
         if schemas:
             self._find_form()
-        self.ends: dict[bool, list[int]] = {}  # by whether the turn has calls: its last tokens
+        self.ends: dict[bool, tuple[int, int]] = {}  # by whether a turn has calls
         if self.has_template:
             self._check_followers(followers)
 
@@ -134,24 +134,25 @@ class Turns:
             text = text.replace(token, "")
         return text
 
-    def _end_of_turn(self, messages: list[dict], text: str) -> list[int]:
-        """Return the token ids from a turn's text to the stop token behind it, of a call the stop
-        token alone; [] if the template writes no stop token.
+    def _end_of_turn(self, messages: list[dict], text: str) -> tuple[int, int]:
+        """Return how many tokens of a text behind the mark of a turn are the turn's own: up to the
+        end of its call, and up to the stop token, if the template writes one.
 
         Raise ValueError if it ends turns by another token of the added vocabulary, which no turn
-        would end with, or a turn with calls by none.
+        would end with.
         """
+        with_calls = self._follow_calls(messages)
         ids = self.encode(text)
         length = next((length for length, token in enumerate(ids, 1) if token in self.stop_ids), 0)
         if length:
-            return ids[:length]
-        last = self.encode(self._after_turn(messages))
-        added = self.tokenizer.added_tokens_decoder
-        if self._follow_calls(messages) or any(token in added for token in last):
+            return (length - 1) * with_calls, length
+        last = self.encode(self._after_turn([]))
+        if any(token in self.tokenizer.added_tokens_decoder for token in last):
             raise ValueError(
                 f"ends turns by {self.tokenizer.decode(last)!r}, which holds no --stop_token"
             )
-        return []
+        length = len(self.encode(self._after_turn(messages))) * with_calls
+        return length, length
 
     def _render(self, messages: list[dict], prompt: bool = False) -> str:
         """Return messages as text, with the generation prompt if asked for; without chat template,
@@ -232,11 +233,7 @@ class Turns:
             raise EnvironmentFailure(
                 f"the chat template of --model refuses messages: {first_line(error)}"
             ) from error
-        with_calls = self._follow_calls(messages)
-        end = len(self.ends[with_calls])
-        if last_token not in self.stop_ids:  # which closes no call
-            end = end - 1 if with_calls else 0
-        return ids[end:]
+        return ids[self.ends[self._follow_calls(messages)][last_token in self.stop_ids] :]
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         """Return the token ids of a text; half of a surrogate pair, which models can write in JSON,
