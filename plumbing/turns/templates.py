@@ -257,7 +257,10 @@ def listed(calls) -> list:
         return [calls]
     value_of = lambda node: python_or_json(ast.get_source_segment(calls, node))
     return [
-        {"name": call.func.id, "arguments": {x.arg: value_of(x.value) for x in call.keywords}}
+        {
+            "name": ast.unparse(call.func),
+            "arguments": {x.arg: value_of(x.value) for x in call.keywords},
+        }
         for call in ast.parse(calls, mode="eval").body.elts
     ]
 
