@@ -4,10 +4,14 @@ through the chat template.
 
 import collections
 import contextlib
+import copy
 import datetime
 import functools
+import gzip
+import hashlib
 import io
 import itertools
+import json
 import math
 import multiprocessing
 import os
@@ -15,8 +19,11 @@ import resource
 import signal
 import time
 import types
+from pathlib import Path
 
+import datasets
 import helpers
+import pandas
 import pyarrow.parquet
 import pytest
 import torch
@@ -27,10 +34,11 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 import ppo
+import reward_model
 from assets.tasks import BUILT_IN
 from plumbing.data import cache, prompts
 from plumbing.data import mixture as data
-from plumbing.data.rows import read_rows
+from plumbing.data.rows import VERSION, first_rows, read_rows
 from plumbing.models import loading as models
 from plumbing.rewards.sources import check_reference
 from plumbing.run.ranks import Interrupt
@@ -132,6 +140,95 @@ def test_rows_that_name_their_sources(tokenizers, tmp_path):
         (["exact"], "2"),
         (["format"], None),
     ]
+
+
+# ---- one way of reading for a file, its folder and what else holds the rows ----------------------
+
+VALUES = TABLES["values"]
+REPORTED = helpers.ROOT / "tests" / "data" / "reported"
+
+
+def columns_of(name) -> list[dict]:
+    """The rows of a data set as they are read."""
+    return first_rows("", read_rows("--dataset", str(name), "train"))
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_values_are_those_of_the_file_whatever_holds_them(name, tmp_path):
+    """Also those of several types, which datasets stores as JSON."""
+    rows = [{"prompt": f"{i}+1=", "value": value} for i, value in enumerate(VALUES[name])]
+    for folder in ("lines", "list", "packed", "parquet"):
+        (tmp_path / folder).mkdir()
+    text = Path(helpers.write_rows(tmp_path / "lines" / "train.jsonl", rows)).read_bytes()
+    (tmp_path / "packed" / "train.jsonl.gz").write_bytes(gzip.compress(text))
+    (tmp_path / "list" / "train.json").write_text(json.dumps(rows))
+    typed = datasets.Dataset.from_list(rows, on_mixed_types="use_json")
+    typed.to_parquet(tmp_path / "parquet" / "train.parquet")
+    typed.save_to_disk(tmp_path / "saved")
+    datasets.DatasetDict(train=typed).save_to_disk(tmp_path / "splits")
+    for place in (*tmp_path.glob("*"), *tmp_path.glob("*/train.[jp]*")):
+        if place.name != "splits" or place.is_dir():
+            assert columns_of(place) == rows, place
+
+
+@pytest.mark.parametrize(
+    "name", "08_folder_two_types 09_folder_answers 10_folder_tool_calls 11_folder_dates".split()
+)
+def test_reported_folders(name, tmp_path):
+    rows = list(map(json.loads, (REPORTED / name / "train.jsonl").read_text().splitlines()))
+    assert columns_of(REPORTED / name) == columns_of(REPORTED / name / "train.jsonl") == rows
+    typed = datasets.Dataset.from_list(rows, on_mixed_types="use_json")
+    typed.to_parquet(tmp_path / "rows.parquet")
+    assert columns_of(tmp_path / "rows.parquet") == rows
+
+
+def test_null_in_the_objects_of_parquet_is_no_key(tmp_path):
+    """It gives all objects the same keys; a column is one of all rows."""
+    rows = [
+        {"a": {"city": "Oslo", "n": [{"x": 1}]}, "b": None},
+        {"a": {"n": [{"y": None}]}, "b": 2},
+    ]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    (first, second) = columns_of(tmp_path / "rows.parquet")
+    assert first == rows[0] and second == {"a": {"n": [{}]}, "b": 2}
+    helpers.write_rows(tmp_path / "rows.jsonl", rows)
+    assert columns_of(tmp_path / "rows.jsonl") == rows
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "csv", "parquet"])
+def test_a_folder_whose_files_differ_in_columns(ending, tmp_path, tokenizers, capsys):
+    for i, column in enumerate(("prompt", "question")):
+        frame = pandas.DataFrame({column: ["1+1="], "answer": ["2"]})
+        file = tmp_path / f"train-{i}.{ending}"
+        writers = {"jsonl": functools.partial(frame.to_json, orient="records", lines=True)}
+        writers |= {"csv": frame.to_csv, "parquet": frame.to_parquet}
+        writers[ending](file, **({"index": False} if ending != "jsonl" else {}))
+    line = refused(capsys, prompts_of, str(tmp_path), tokenizers[False, None])
+    assert "train-1." in line and "prompt" in line
+    name = REPORTED / "18_folder_mixed_schema"
+    line = refused(capsys, prompts_of, str(name), tokenizers[False, None])
+    assert f"{name} train-00001.jsonl row 1: has nothing in column 'prompt'" in line
+
+
+def test_files_of_any_content(tmp_path, capsys):
+    """A long cell, .csv in a folder, lines in a .json; lines that are broken, with their file."""
+    assert len(columns_of(REPORTED / "19_long_cell.csv")[0]["context"]) > 131_072
+    files = {
+        "a.csv": "prompt,answer\n1,007\n",
+        "b.json": '{"prompt": "1"}\n\n{"prompt": "\u2028"}\n',
+    }
+    for name, text in files.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"train-{name}").write_text(text)
+    assert columns_of(tmp_path / "a.csv") == [{"prompt": "1", "answer": "007"}]
+    assert columns_of(tmp_path / "b.json") == [{"prompt": "1"}, {"prompt": "\u2028"}]
+    for ending, text in (("json", "[{"), ("jsonl", b"\xff"), ("jsonl.gz", "x"), ("csv", 'a\n"')):
+        bad = tmp_path / "b.json" / f"train-bad.{ending}"
+        bad.write_bytes(text if isinstance(text, bytes) else text.encode())
+        if ending != "csv":
+            assert "bad" in refused(capsys, columns_of, tmp_path / "b.json")
+        assert str(bad) in refused(capsys, columns_of, bad)
+        bad.unlink()
 
 
 # ---- src and tgt ---------------------------------------------------------------------------------
@@ -415,6 +512,51 @@ def test_rows_come_from_the_cache(tokenizers, tmp_path, capsys, monkeypatch):
     assert "row 1: Expecting value" in refused(capsys, read)
 
 
+def test_the_version_of_the_cache_is_that_of_golden_rows(tmp_path):
+    """Raise VERSION, and give each name its digest, where rows are encoded in another way."""
+    tables = {name: TABLES[name] for name in ("recognised", "prompts", "learned", "pairs")}
+    made = {}
+    for kind, name, (row, *_) in (
+        (k, n, x) for k, table in tables.items() for n, x in table.items()
+    ):
+        file = helpers.write_rows(tmp_path / "golden.jsonl", [row])
+        flags = dict(reward=("exact", "math"), reward_weights=(1, 0))
+        if kind == "pairs":
+            given = reward_model.Args(system_prompt="Add.")
+            rows = reward_model.load_pairs("", file, "x", CHAT, [1], given)
+        elif kind == "learned":
+            args = args_of(on_policy_share=0, **flags)
+            given = "train", CHAT, args, lambda *_: "", None, [1]
+            rows = data.load_prompts("", file, *given)[0][0]
+        else:
+            rows = prompts_of(file, CHAT, **flags)
+        text = json.dumps([{**x, "dataset": ""} for x in rows], sort_keys=True)
+        made[f"{kind}: {name}"] = hashlib.sha256(text.encode()).hexdigest()[:8]
+    assert {"version": VERSION, "rows": made} == helpers.table("encoded.yaml")
+
+
+def test_what_the_cache_goes_by(tokenizers, tmp_path, monkeypatch):
+    """The template, the flags and the version; the day where the template writes it."""
+    file = helpers.write_rows(tmp_path / "rows.jsonl", helpers.ROWS)
+    tokenizer = copy.deepcopy(CHAT)
+
+    def fingerprint(**flags) -> str:
+        given = "train", tokenizer, args_of(**flags), check_reference
+        return data.load_prompts("--dataset", file, *given)[0][0]._fingerprint
+
+    seen = [fingerprint(), fingerprint(system_prompt="Add.")]
+    monkeypatch.setattr(cache, "date", types.SimpleNamespace(today=lambda: "tomorrow"))
+    assert fingerprint() == seen[0]
+    template = tokenizer.chat_template
+    tokenizer.chat_template = template + "{{ strftime_now('%d') }}"
+    seen.append(fingerprint())
+    monkeypatch.setattr(cache, "date", datetime.date)
+    seen.append(fingerprint())
+    tokenizer.chat_template = template
+    monkeypatch.setattr(cache, "VERSION", 0)
+    assert len({*seen, fingerprint()}) == 5
+
+
 def test_what_stops_encoding_is_one_line(tokenizers, tmp_path, capfd, monkeypatch):
     """A row that one of several processes cannot read, and a disk without room.
 
@@ -517,7 +659,7 @@ def test_a_folder_without_the_split(tokenizers, tmp_path, capsys):
     (tmp_path / "folder").mkdir()
     helpers.write_rows(tmp_path / "folder" / "train.jsonl", helpers.ROWS)
     name = str(tmp_path / "folder")
-    assert read_rows("--dataset", name, "train").to_list() == helpers.ROWS
+    assert columns_of(name) == helpers.ROWS
     args = args_of(dataset=name), tokenizers[False, None], check_reference
     line = refused(capsys, data.load_train_and_eval, *args, noisy=True)
     assert (

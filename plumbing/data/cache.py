@@ -2,8 +2,9 @@
 file.
 
 The first process of a node encodes what is not in the cache, and the others wait. A file of the
-cache goes by all that decides what is in it: rows, tokenizer, flags and code. A row, a dict, is kept
-as JSON, since its values may be of any type; NUMBERS stand beside it.
+cache goes by all that decides what is in it: rows, tokenizer and template, flags, and VERSION in
+plumbing/data/rows.py for the code. A row, a dict, is kept as JSON, since its values may be of any
+type; NUMBERS stand beside it.
 """
 
 import functools
@@ -11,9 +12,8 @@ import gc
 import json
 import os
 import sys
-from datetime import timedelta
+from datetime import date, timedelta
 from itertools import chain
-from pathlib import Path
 from typing import Callable, Sequence
 
 import numpy as np
@@ -23,9 +23,9 @@ import transformers
 from xxhash import xxh64_intdigest
 
 from plumbing.data.prompts import encode_texts
-from plumbing.data.rows import parse
+from plumbing.data.rows import VERSION, parse
 from plumbing.models.loading import check_fits
-from utils import ROOT, fail, first_line, warn
+from utils import fail, first_line, warn
 
 LISTS = ("query", "response", "chosen", "rejected")
 ROWS_PER_PROCESS = 20_000  # fewer are encoded sooner than a process starts
@@ -59,11 +59,9 @@ def encode_rows(flag: str, name: str, raw, make: Callable, tokenizer, stop_ids: 
 
     where = f"{flag} {name}"
     encode = functools.partial(encode_batch, make=make, tokenizer=tokenizer, stop_ids=stop_ids)
-    folder = Path(ROOT, "plumbing")  # rewards/ says which rows have a problem
-    files = sorted([*folder.glob("data/*.py"), *folder.glob("rewards/*.py")])
-    code = [file.read_text() for file in (*files, Path(make.func.__code__.co_filename))]
-    given = make.keywords, tokenizer, stop_ids
-    fingerprint = Hasher.hash([transformers.__version__, code, raw._fingerprint, given])
+    today = date.today() if "strftime_now" in str(tokenizer.chat_template) else None
+    given = VERSION, transformers.__version__, make.func.__name__, make.keywords, stop_ids, today
+    fingerprint = Hasher.hash([raw._fingerprint, tokenizer, *given])
     file = f"{fingerprint}-{Hasher.hash(name)}.arrow"
     file = os.path.join(datasets.config.HF_DATASETS_CACHE, file)
     processes = min(os.cpu_count() or 1, len(raw) // ROWS_PER_PROCESS)
@@ -107,8 +105,8 @@ def encode_batch(
     """
     try:
         rows = []
-        for number, row in parse(where, table, indices):
-            rows += make(f"{where} row {number}", row)
+        for at, row in parse(where, table, indices):
+            rows += make(at, row)
         texts = [text for row in rows for name in LISTS for text in row.get(name, ())]
         encoded = zip(texts, encode_texts(texts, tokenizer, stop_ids))
     except SystemExit:

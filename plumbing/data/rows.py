@@ -1,8 +1,8 @@
 """Rows, as dicts, of built-in tasks (assets/tasks.py), files, folders and hub data sets."""
 
-import csv
 import hashlib
 import json
+import logging
 import os
 from typing import Annotated, Any, Iterable, Iterator, TypedDict
 
@@ -30,7 +30,11 @@ class Row(TypedDict, total=False):
     environment: float  # the sum of its rewards
 
 
-LINE = "line of JSON"  # the column of rows whose columns have no types
+# Raise it where rows are read or encoded in another way: caches go by it (tests/test_data.py).
+VERSION = 1
+# The columns of rows whose columns have no types: the place of a row, for messages, and itself.
+AT, LINE = "place", "line of JSON"
+MORE_CELLS = "more cells than names"  # in place of such a line of .csv
 
 
 def split_of(name: str, default: str = "train") -> tuple[str, str]:
@@ -49,9 +53,9 @@ def read_rows(flag: str, name: str, split: str):
 
     Args:
         flag: the option that named it, for messages.
-        name: a built-in task, or "reasoning_gym:TASK" (assets/tasks.py); a .jsonl, .json, .csv or
-            .parquet file; a folder; "owner/name" or "owner/name:config" on the hub; each with or
-            without "@split".
+        name: a built-in task, or "reasoning_gym:TASK" (assets/tasks.py); a .jsonl, .json or .csv
+            file, also compressed, or a .parquet file; a folder; "owner/name" or
+            "owner/name:config" on the hub; each with or without "@split".
         split: the split to read where `name` has none. A single file has only one split, whatever
             it is called.
     """
@@ -63,21 +67,18 @@ def read_rows(flag: str, name: str, split: str):
         find_hub()  # before the import, which reads what it sets
     import datasets
 
-    datasets.utils.logging.set_verbosity_error()
+    datasets.utils.logging.set_verbosity(logging.CRITICAL)
     datasets.disable_progress_bars()
-    where = f"{flag} {name}"
-    with exit_on_error(where):
+    with exit_on_error(f"{flag} {name}"):
         try:
             if sizes and split not in sizes:
                 raise ValueError(f"has the splits {' and '.join(sizes)}, not {split!r}")
             if sizes:
-                return as_lines(where, getattr(tasks, built_in)(task, split, sizes[split]))
+                rows = enumerate(getattr(tasks, built_in)(task, split, sizes[split]), 1)
+                places, lines = zip(*((f"row {i}", json.dumps(row)) for i, row in rows))
+                return datasets.Dataset.from_dict({AT: places, LINE: lines})
             if os.path.isfile(name):
-                with open(name, "rb") as file:
-                    digest = hashlib.file_digest(file, "sha256").hexdigest()
-                rows = read_file(where, name, digest)
-                rows._fingerprint = digest  # that of the library goes by path and time
-                return rows
+                return read_file(name)
             if os.path.isdir(name) or on_hub:
                 return read_data_set(name, split)
             raise ValueError(
@@ -87,54 +88,133 @@ def read_rows(flag: str, name: str, split: str):
             raise error.__cause__ or error from None
 
 
-def as_lines(where: str, rows):
-    """Return rows as a data set of lines of JSON."""
+def read_file(name: str):
+    """Return the rows of a file."""
     import datasets
+    from fsspec.utils import infer_compression
 
-    lines = list(map(json.dumps, validate(where, list(rows), ROWS)))
-    return datasets.Dataset.from_dict({LINE: lines})
+    from plumbing.data.lines import Lines
+
+    stem, ending = os.path.splitext(name)
+    if infer_compression(name):
+        _, ending = os.path.splitext(stem)
+    if ending not in (".jsonl", ".json", ".csv", ".parquet"):
+        raise ValueError("a file has to end in .jsonl, .json, .csv or .parquet")
+    with open(name, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    given = {"cache_dir": os.path.join(datasets.config.HF_DATASETS_CACHE, digest)}
+    if ending == ".parquet":
+        rows = datasets.Dataset.from_parquet(name, **given)
+    else:
+        files = datasets.data_files.DataFilesDict({"train": [os.path.abspath(name)]})
+        rows = prepare(
+            Lines(data_files=files, sep="," if ending == ".csv" else "", **given), "train"
+        )
+    rows._fingerprint = digest  # that of the library goes by path and time
+    return rows
 
 
-def read_file(where: str, name: str, digest: str):
-    """Return a .jsonl, .json (a list of rows) or .csv file (all columns are text) as lines of JSON,
-    since `datasets` gives each column one type for all rows; a .parquet file as it is.
+def prepare(builder, split: str):
+    """Return the rows of a split that a builder of `datasets` makes, from its cache if they are
+    there; raise ValueError if there are none, or for .parquet files that differ in columns.
     """
     import datasets
+    import pyarrow.parquet
 
-    if not os.path.getsize(name):
-        fail(f"{where}: has no rows")
-    folder = os.path.join(datasets.config.HF_DATASETS_CACHE, digest)
-    _, ending = os.path.splitext(name)
-    if ending == ".parquet":
-        return datasets.Dataset.from_parquet(name, cache_dir=folder)
-    if ending == ".jsonl":
-        lines = datasets.Features({LINE: datasets.Value("string")})
-        return datasets.Dataset.from_text(
-            name, cache_dir=folder, features=lines, encoding="utf-8-sig"
+    try:
+        builder.download_and_prepare()
+    except datasets.exceptions.DatasetGenerationError as error:
+        files = builder.config.data_files.get(split, ()) if builder.name == "parquet" else ()
+        columns = [
+            {(field.name, str(field.type)) for field in pyarrow.parquet.read_schema(path)}
+            for path in builder.dl_manager.download(files)
+        ]
+        for file, other in zip(files, columns):
+            if names := {name for name, _ in columns[0] ^ other}:
+                message = f"{file} differs from {files[0]} in {', '.join(sorted(names))}"
+                raise ValueError(message) from error
+        raise
+    part = builder.info.splits.get(split)
+    if part and not part.num_examples:
+        raise ValueError("has no rows")
+    return builder.as_dataset(split)
+
+
+def read_data_set(name: str, split: str):
+    """Return the rows of a split of a folder, also of `save_to_disk`, or of "owner/name" or
+    "owner/name:config" on the hub.
+    """
+    import datasets
+    from datasets.packaged_modules.csv.csv import Csv
+    from datasets.packaged_modules.json.json import Json
+
+    from plumbing.data.lines import Lines
+
+    config = ""
+    if not os.path.isdir(name):
+        name, _, config = name.partition(":")
+        if not config and "main" in datasets.get_dataset_config_names(name):  # GSM8K has two
+            config = "main"
+    elif {"state.json", "dataset_dict.json"} & {*os.listdir(name)}:
+        saved = datasets.load_from_disk(name)
+        if not isinstance(saved, dict):
+            saved = {str(saved.split or "train").partition("[")[0]: saved}
+        if split not in saved:
+            raise ValueError(f"has no split {split!r}, but {', '.join(saved)}")
+        return saved[split]
+    builder = datasets.load_dataset_builder(name, config or None)
+    if isinstance(builder, (Json, Csv)) and not getattr(builder.config, "field", None):
+        # Named as the library's, whose cache finds it without a network, too.
+        builder = Lines(
+            dataset_name=builder.dataset_name,
+            repo_id=builder.repo_id,
+            config_name=builder.config.name,
+            config_id=builder.config_id,
+            hash=builder.hash,
+            data_files=builder.config.data_files,
+            sep=getattr(builder.config, "sep", ""),
         )
-    with open(name, encoding="utf-8-sig", newline="") as file:
-        if ending == ".json":
-            return as_lines(where, json.load(file))
-        if ending == ".csv":
-            return as_lines(where, csv.DictReader(file, strict=True))
-    raise ValueError("a file has to end in .jsonl, .json, .csv or .parquet")
+    return prepare(builder, split)
 
 
-def parse(where: str, table, indices: Iterable[int]) -> Iterator[tuple[int, dict]]:
-    """Yield the number of each row of a `pyarrow.Table`, from 1, and the row.
+def parse(where: str, table, indices: Iterable[int]) -> Iterator[tuple[str, dict]]:
+    """Yield the place of each row of a `pyarrow.Table`, and the row.
 
     Args:
-        where: of the data set. table: of columns, or of LINE alone. indices: of the rows.
+        where: of the data set. table: of columns, or of AT and LINE. indices: of the rows.
     """
-    is_lines = table.column_names == [LINE]
-    for i, row in zip(indices, table[LINE].to_pylist() if is_lines else table.to_pylist()):
-        at = f"{where} row {i + 1}"
-        if is_lines and not row.strip():
-            continue
-        if is_lines:
-            with exit_on_error(at):
-                row = json.loads(row)
-        yield i + 1, validate(at, row, ROW)
+    if table.column_names == [AT, LINE]:
+        places, lines = (column.to_pylist() for column in table.columns)
+        for at, line in zip(places, lines):
+            if line == MORE_CELLS:
+                fail(f"{where} {at}: has more cells than the first line has names")
+            with exit_on_error(f"{where} {at}"):
+                row = json.loads(line)
+            yield f"{where} {at}", validate(f"{where} {at}", row, ROW)
+        return
+    columns = (
+        [as_written(value, column.type) for value in column.to_pylist()] for column in table.columns
+    )
+    for i, values in zip(indices, zip(*columns)):
+        yield f"{where} row {i + 1}", dict(zip(table.column_names, values))
+
+
+def as_written(value, kind):
+    """Return a value of a column of a type as its row had it: a column of Arrow stores values of
+    several types as JSON, and gives all objects the same keys, null where they have none.
+    """
+    import pyarrow
+
+    if value is None:
+        return None
+    if isinstance(kind, pyarrow.JsonType):
+        return json.loads(value)
+    if pyarrow.types.is_struct(kind):
+        items = ((field.name, as_written(value[field.name], field.type)) for field in kind)
+        return {name: item for name, item in items if item is not None}
+    if isinstance(kind, (pyarrow.ListType, pyarrow.LargeListType, pyarrow.FixedSizeListType)):
+        return [as_written(item, kind.value_type) for item in value]
+    return value
 
 
 def first_rows(where: str, rows) -> list[dict]:
@@ -144,20 +224,6 @@ def first_rows(where: str, rows) -> list[dict]:
     if not first:
         fail(f"{where}: has no rows")
     return first
-
-
-def read_data_set(name: str, split: str):
-    """Return the rows of a split of a folder, or of "owner/name" or "owner/name:config" on the
-    hub.
-    """
-    import datasets
-
-    config = ""
-    if not os.path.isdir(name):
-        name, _, config = name.partition(":")
-        if not config and "main" in datasets.get_dataset_config_names(name):  # GSM8K has two
-            config = "main"
-    return datasets.load_dataset(name, config or None, split=split)
 
 
 # ---- checks --------------------------------------------------------------------------------------
@@ -174,7 +240,6 @@ class MixtureEntry(BaseModel):
 
 
 ROW = TypeAdapter(dict[str, object])
-ROWS = TypeAdapter(list[dict[str, object]])
 ENTRIES = TypeAdapter(list[MixtureEntry])
 
 

@@ -76,8 +76,9 @@ def read_tokenizer(flag: str, name: str):
             fail(f"{flag} {name}: there is no such folder")
         find_hub()
     with exit_on_error(f"{flag} {name}"):
+        # mistral_format: tekken.json would be read by a library that has no chat template.
         tokenizer = transformers.AutoTokenizer.from_pretrained(
-            name, padding_side="left", trust_remote_code=False
+            name, padding_side="left", trust_remote_code=False, mistral_format=False
         )
     # transformers makes an empty one up where none is.
     if not tokenizer.encode("text", add_special_tokens=False):
@@ -109,9 +110,31 @@ def load_tokenizer(
     tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **values)
     if system_prompt and chat_template != "none" and tokenizer.chat_template:
         tokenizer.chat_template = with_system_turn(tokenizer.chat_template, system_prompt)
+    if chat_template != "none" and tokenizer.chat_template:
+        check_template(tokenizer, system_prompt)
     if tokenizer.pad_token_id is None:  # any token will do: masks are made from lengths
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     return tokenizer
+
+
+def check_template(tokenizer, system_prompt: str) -> None:
+    """Exit with code 2 if the chat template refuses a prompt or renders nothing of it; warn if it
+    does not begin the assistant's turn.
+    """
+    flag = "the chat template of --model"
+    refused = f'--system_prompt ("" for none): {flag}' if system_prompt else flag
+    turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "A-TURN"}]
+    render = functools.partial(tokenizer.apply_chat_template, tokenize=False)
+    with exit_on_error(refused):
+        prompt = render(turns[:1], add_generation_prompt=True)
+        before, turn, _ = render(turns).partition("A-TURN")
+    if not prompt.strip():
+        fail(f"{flag} renders nothing; name a file of another one with --chat_template")
+    header = before[len(os.path.commonprefix([prompt, before])) :].strip()
+    if turn and header and prompt == render(turns[:1]):
+        warn(
+            f"{flag} has no generation prompt: prompts lack {header[-60:]!r}, with which the assistant's turns begin"
+        )
 
 
 def with_system_turn(template, text: str):
@@ -158,11 +181,12 @@ def stop_token_ids(tokenizer, model_name: str, stop_token: str) -> list[int]:
                 f"--stop_token {stop_token!r}: must be exactly one token of the tokenizer, this is {len(ids)}"
             )
         return ids
-    try:
-        configured = transformers.GenerationConfig.from_pretrained(base_of(model_name)).eos_token_id
-    except OSError:  # a model may come without generation defaults
-        configured = None
-    configured = configured if isinstance(configured, list) else [configured]
+    configured = []
+    base = base_of(model_name)
+    with exit_on_error(f"--model {model_name}: generation_config.json"):
+        if find_file(base, transformers.utils.GENERATION_CONFIG_NAME):
+            given = transformers.GenerationConfig.from_pretrained(base).eos_token_id
+            configured = list(map(int, given if isinstance(given, list) else {given} - {None}))
     trained = getattr(load_config("--model", model_name), "score_token", None)
     ending = tokenizer.encode(end_of_turn(tokenizer), add_special_tokens=False)
     known = {tokenizer.eos_token_id, trained, *configured}
@@ -198,6 +222,16 @@ def base_of(name: str) -> str:
         return name
     with exit_on_error(f"--model {name}"), open(path) as file:
         return json.load(file)["base_model_name_or_path"]
+
+
+def find_file(name: str, file: str) -> str | None:
+    """Return the path of a file of a model that it may lack, as on the hub; None if it does."""
+    return transformers.utils.cached_file(
+        name,
+        file,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
 
 
 def load_config(flag: str, name: str):

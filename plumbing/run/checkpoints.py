@@ -14,8 +14,9 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, VIDEO_PROCESSOR_NAME
 
-from plumbing.models.loading import check_can_read, load_model
+from plumbing.models.loading import base_of, check_can_read, find_file, load_model
 from plumbing.models.lora import base_weights
 from utils import Optimizer, World, exit_on_error, first_line, full_tensor, say
 
@@ -24,6 +25,7 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled")
 
 # Tensor by tensor, to the memory of rank 0.
 GATHERED = StateDictOptions(full_state_dict=True, cpu_offload=True)
+PROCESSOR_FILES = (IMAGE_PROCESSOR_NAME, VIDEO_PROCESSOR_NAME, PROCESSOR_NAME)
 ALLOW_MISSING = StateDictOptions(strict=False)  # a parameter that has had no gradient has no state
 
 
@@ -68,7 +70,7 @@ def save_checkpoint(
                     checkpoint_id=f"{path}/{name}/optimizer",
                     no_dist=world.size == 1,
                 )
-        world.on_main(tokenizer.save_pretrained, path)
+        world.on_main(save_tokenizer, tokenizer, path)
         world.on_main(torch.save, state, f"{path}/trainer_state.pt")
 
     name = f"step_{state['step']}" if optimizers else "best"
@@ -91,9 +93,18 @@ def save_final(folder: str, world: World, model, tokenizer, source: str) -> None
         if getattr(model, "peft_config", None):
             save_model(model, f"{path}/adapter", world)
         save_like(source, model, path, world)
-        world.on_main(tokenizer.save_pretrained, path)
+        world.on_main(save_tokenizer, tokenizer, path)
 
     save_folder(f"{folder}/final", world, write)
+
+
+def save_tokenizer(tokenizer, path: str) -> None:
+    """Save a tokenizer, and what else reads the input of its model, such as images."""
+    tokenizer.save_pretrained(path)
+    source = base_of(tokenizer.name_or_path)
+    for name in PROCESSOR_FILES:
+        if file := source and find_file(source, name):
+            shutil.copy(file, path)
 
 
 def save_model(model, path: str, world: World) -> None:

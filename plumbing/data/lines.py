@@ -1,0 +1,79 @@
+"""Files of text, read as lines of JSON: `datasets` would give each column one type for all rows, and
+make dates of texts.
+"""
+
+import csv
+import json
+import os
+import sys
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import Iterable, TextIO
+
+import datasets
+import fsspec
+import pyarrow
+from fsspec.utils import infer_compression
+
+from plumbing.data.rows import AT, LINE, MORE_CELLS, VERSION
+from utils import first_line
+
+
+@dataclass
+class LinesConfig(datasets.BuilderConfig):
+    sep: str = ""
+    """What stands between the cells of .csv files; "" for files of JSON."""
+
+
+class Lines(datasets.ArrowBasedBuilder):
+    """The rows of files of JSON (lines, or a list) or .csv files (all cells are text), of each AT,
+    its place, and LINE. The files may be compressed.
+    """
+
+    BUILDER_CONFIG_CLASS = LinesConfig
+    VERSION = datasets.Version(f"{VERSION}.0.0")
+
+    def _info(self):
+        text = datasets.Value("string")
+        return datasets.DatasetInfo(features=datasets.Features({AT: text, LINE: text}))
+
+    def _split_generators(self, dl_manager):
+        return [
+            datasets.SplitGenerator(split, {"names": names, "paths": dl_manager.download(names)})
+            for split, names in self.config.data_files.items()
+        ]
+
+    def _generate_shards(self, names, paths):
+        yield from names
+
+    def _generate_tables(self, names, paths):
+        files = [name for part in self.config.data_files.values() for name in part]
+        folder = os.path.commonprefix(files).rpartition("/")[0]
+        for shard, (name, path) in enumerate(zip(names, paths)):
+            # A single file is named by its flag.
+            place = f"{name[len(folder) + 1 :]} " if len(files) > 1 else ""
+            options = {"compression": infer_compression(name), "encoding": "utf-8-sig"}
+            try:
+                with fsspec.open(path, "rt", newline="", **options) as file:
+                    read = csv_lines(file, self.config.sep) if self.config.sep else lines(file)
+                    rows = ((f"{place}row {i}", x) for i, x in enumerate(read, 1) if x.strip())
+                    while batch := list(islice(rows, 10_000)):
+                        table = pyarrow.table(dict(zip((AT, LINE), zip(*batch))))
+                        yield datasets.builder.Key(shard, batch[0][0]), table
+            except Exception as error:  # of a file of any content
+                raise ValueError(f"{place}{first_line(error)}") from error
+
+
+def lines(file: TextIO) -> Iterable[str]:
+    """Return the lines of a file of JSON, or the items of the list that it holds, as JSON."""
+    first = file.readline()
+    if first.lstrip().startswith("["):
+        return map(json.dumps, json.loads(first + file.read()))
+    return chain([first], file)
+
+
+def csv_lines(file: TextIO, sep: str) -> Iterable[str]:
+    """Yield the rows of a .csv file as JSON; MORE_CELLS for one with more cells than names."""
+    csv.field_size_limit(sys.maxsize)
+    for row in csv.DictReader(file, delimiter=sep, strict=True):
+        yield MORE_CELLS if None in row else json.dumps(row)
