@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import json
 import time
 
 import pytest
@@ -12,13 +13,16 @@ from tiny_models import CPU
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, modeling_utils
 
 import utils
+from grpo import Args
 from plumbing.data.prompts import render_prompt
 from plumbing.models import loading, sharding
 from plumbing.models.loading import read_tokenizer
 from plumbing.rollout.batch import collate
+from plumbing.run import checkpoints
 
 IDS = torch.arange(2, 22)[None]
 TINY = str(ROOT / "assets" / "tiny")
+REPORTED = ROOT / "tests" / "data" / "reported"
 
 
 # ---- Gemma 2's soft cap --------------------------------------------------------------------------
@@ -89,6 +93,102 @@ def test_the_first_stop_token_is_that_of_the_chat_template(
         loading.stop_token_ids(tokenizer, folder, "ab")
 
 
+# A turn of the model's own where there is none, as SmolLM2's; Llama's, which takes the turn out; none.
+SMOLLM2 = """{% for m in messages %}
+{% if loop.first and messages[0]['role'] != 'system' %}{{ '[system]I am Smol.' }}{% endif %}
+{{ '[' + m['role'] + ']' + m['content'] }}{% endfor %}"""
+LLAMA = """
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system = messages[0]['content'] %}
+    {%- set messages = messages[1:] %}
+{%- endif %}
+ {%- macro show(m) %}{{ '[' + m.role + ']' + m.content }}{% endmacro %}
+{{ '<|begin|>' + (system or '') }}{% for m in messages %}{{ show(m) }}{% endfor %}"""
+PLAIN = "\n  {% for m in messages %}{{ '[' + m.role + ']' + m.content }}\n{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "content, eos",
+    [
+        ((REPORTED / "23_corrupt_generation_config.json").read_text(), None),
+        ("[]", None),
+        ('{"eos_token_id": "</s>"}', None),
+        ("{}", [1]),
+        ('{"eos_token_id": [3, 1]}', [1, 3]),
+    ],
+)
+def test_a_generation_config_of_any_content(tmp_path, tokenizer, capsys, content, eos):
+    """Its end tokens are not lost in silence."""
+    folder = tiny_model(tmp_path)
+    (tmp_path / "generation_config.json").write_text(content)
+    if eos:
+        assert loading.stop_token_ids(tokenizer, folder, "eos") == eos
+    else:
+        line = refused(capsys, loading.stop_token_ids, tokenizer, folder, "eos")
+        assert line.startswith(f"error: --model {folder}: generation_config.json: ")
+
+
+MISTRAL = "{% for m in messages %}{{ '[INST]' + m.content + '[/INST]' if m.role == 'user' else m.content }}{% endfor %}"
+GEMMA = """{% if messages[0]['role'] == 'system' %}{{ raise_exception('No system role') }}{% endif %}
+{{ messages[-1]['content'] }}"""
+
+
+@pytest.mark.parametrize(
+    "template, system_prompt, said",
+    [
+        ("20_no_generation_prompt.jinja", "", "prompts lack '<|im_start|>assistant'"),
+        (PLAIN, "", "prompts lack '[assistant]'"),
+        # Mistral's and Vicuna's have none, and need none
+        (MISTRAL, "", ""),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}ASSISTANT:", "", ""),
+        ("21_empty.jinja", "", "renders nothing"),
+        ("\n", "", "renders nothing"),
+        ("{% if tools %}{{ messages }}{% endif %}", "", "renders nothing"),
+        (GEMMA, "", ""),
+        (GEMMA, "Think.", '--system_prompt ("" for none): '),
+    ],
+)
+def test_what_a_chat_template_lacks(tmp_path, capsys, template, system_prompt, said):
+    file = tmp_path / "chat.jinja"
+    file.write_text((REPORTED / template).read_text() if "jinja" in template else template)
+    load = functools.partial(loading.load_tokenizer, TINY, str(file), "{}", system_prompt)
+    if said.startswith(("renders", "--")):
+        assert said in refused(capsys, load)
+    else:
+        load()
+        err = capsys.readouterr().err
+        assert said in err and bool(said) == err.startswith("warning: the chat template of --model")
+
+
+@pytest.mark.parametrize("kind", ["LlamaTokenizerFast", "LlamaTokenizer", "TokenizersBackend", ""])
+def test_tokenizer_json_is_read_where_tekken_json_is_beside_it(tmp_path, kind):
+    folder = tiny_model(tmp_path, "mistral", chat=True)
+    (tmp_path / "tekken.json").write_text("{}")
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config["tokenizer_class"] = kind or None
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert loading.load_tokenizer(folder).backend_tokenizer.get_vocab_size() > 256
+
+
+def test_what_reads_images_is_saved_with_the_model(tmp_path):
+    folder = tiny_model(tmp_path / "model")
+    files = {f"{name}_config.json" for name in "preprocessor video_preprocessor processor".split()}
+    for name in files:
+        (tmp_path / "model" / name).write_text(name)
+    model = loading.load_model("--model", folder, torch.float32, CPU)
+    given = utils.World(0, 1, CPU), model, loading.load_tokenizer(folder), folder
+    checkpoints.save_final(str(tmp_path), *given)
+    world, model, tokenizer, _ = given
+    for step in (1, 2):  # the second one resumes from the first, whose folder is a model, too
+        state = {"step": step}
+        optimizer = utils.Optimizer(model, Args(model=folder), 1, 1)
+        models = {"": model}, {"": optimizer}
+        checkpoints.save_checkpoint(str(tmp_path), world, tokenizer, state, *models, 0)
+        tokenizer = loading.load_tokenizer(f"{tmp_path}/checkpoints/step_{step}")
+    for saved in ("final", "checkpoints/step_1", "checkpoints/step_2"):
+        assert all((tmp_path / saved / name).read_text() == name for name in files)
+
+
 def test_values_for_the_chat_template(tmp_path, capsys):
     template = tmp_path / "chat.jinja"
     template.write_text(
@@ -107,18 +207,6 @@ def test_values_for_the_chat_template(tmp_path, capsys):
         assert line.startswith("error: --chat_template_kwargs") and word in line
 
 
-# A turn of the model's own where there is none, as SmolLM2's; Llama's, which takes the turn out; none.
-SMOLLM2 = """{% for m in messages %}
-{% if loop.first and messages[0]['role'] != 'system' %}{{ '[system]I am Smol.' }}{% endif %}
-{{ '[' + m['role'] + ']' + m['content'] }}{% endfor %}"""
-LLAMA = """
-{%- if messages[0]['role'] == 'system' %}
-    {%- set system = messages[0]['content'] %}
-    {%- set messages = messages[1:] %}
-{%- endif %}
- {%- macro show(m) %}{{ '[' + m.role + ']' + m.content }}{% endmacro %}
-{{ '<|begin|>' + (system or '') }}{% for m in messages %}{{ show(m) }}{% endfor %}"""
-PLAIN = "\n  {% for m in messages %}{{ '[' + m.role + ']' + m.content }}\n{% endfor %}"
 SYSTEM_PROMPT = (
     """Say "x" or 'y'.\n\tEnd by \\boxed{}; %} {{ no }} {% raw %} \u00e9 \U0001f600 \x07 #}"""
 )

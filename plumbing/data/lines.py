@@ -6,23 +6,17 @@ import csv
 import json
 import os
 import sys
-from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Iterable, TextIO
 
 import datasets
 import fsspec
 import pyarrow
+from datasets.packaged_modules.csv.csv import CsvConfig
 from fsspec.utils import infer_compression
 
 from plumbing.data.rows import AT, LINE, MORE_CELLS, VERSION
 from utils import first_line
-
-
-@dataclass
-class LinesConfig(datasets.BuilderConfig):
-    sep: str = ""
-    """What stands between the cells of .csv files; "" for files of JSON."""
 
 
 class Lines(datasets.ArrowBasedBuilder):
@@ -30,12 +24,12 @@ class Lines(datasets.ArrowBasedBuilder):
     its place, and LINE. The files may be compressed.
     """
 
-    BUILDER_CONFIG_CLASS = LinesConfig
+    BUILDER_CONFIG_CLASS = CsvConfig  # of which `sep` is read; "" for files of JSON
     VERSION = datasets.Version(f"{VERSION}.0.0")
 
     def _info(self):
-        text = datasets.Value("string")
-        return datasets.DatasetInfo(features=datasets.Features({AT: text, LINE: text}))
+        columns = dict.fromkeys((AT, LINE), datasets.Value("string"))
+        return datasets.DatasetInfo(features=datasets.Features(columns))
 
     def _split_generators(self, dl_manager):
         return [

@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 from typing import Annotated, Any, Iterable, Iterator, TypedDict
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
@@ -91,25 +92,21 @@ def read_rows(flag: str, name: str, split: str):
 def read_file(name: str):
     """Return the rows of a file."""
     import datasets
-    from fsspec.utils import infer_compression
 
     from plumbing.data.lines import Lines
 
-    stem, ending = os.path.splitext(name)
-    if infer_compression(name):
-        _, ending = os.path.splitext(stem)
-    if ending not in (".jsonl", ".json", ".csv", ".parquet"):
+    kind = re.search(r"\.(jsonl?|csv|parquet)(\.(gz|bz2|xz|zst))?$", name)
+    if not kind:
         raise ValueError("a file has to end in .jsonl, .json, .csv or .parquet")
     with open(name, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     given = {"cache_dir": os.path.join(datasets.config.HF_DATASETS_CACHE, digest)}
-    if ending == ".parquet":
+    if kind[1] == "parquet":
         rows = datasets.Dataset.from_parquet(name, **given)
     else:
         files = datasets.data_files.DataFilesDict({"train": [os.path.abspath(name)]})
-        rows = prepare(
-            Lines(data_files=files, sep="," if ending == ".csv" else "", **given), "train"
-        )
+        sep = "," if kind[1] == "csv" else ""
+        rows = prepare(Lines(data_files=files, sep=sep, **given), "train")
     rows._fingerprint = digest  # that of the library goes by path and time
     return rows
 
@@ -125,13 +122,11 @@ def prepare(builder, split: str):
         builder.download_and_prepare()
     except datasets.exceptions.DatasetGenerationError as error:
         files = builder.config.data_files.get(split, ()) if builder.name == "parquet" else ()
-        columns = [
-            {(field.name, str(field.type)) for field in pyarrow.parquet.read_schema(path)}
-            for path in builder.dl_manager.download(files)
-        ]
+        schemas = map(pyarrow.parquet.read_schema, builder.dl_manager.download(files))
+        columns = [{f"{field.name}: {field.type}" for field in schema} for schema in schemas]
         for file, other in zip(files, columns):
-            if names := {name for name, _ in columns[0] ^ other}:
-                message = f"{file} differs from {files[0]} in {', '.join(sorted(names))}"
+            if columns[0] != other:
+                message = f"{file} differs from {files[0]} in {sorted(columns[0] ^ other)}"
                 raise ValueError(message) from error
         raise
     part = builder.info.splits.get(split)
@@ -158,9 +153,9 @@ def read_data_set(name: str, split: str):
     elif {"state.json", "dataset_dict.json"} & {*os.listdir(name)}:
         saved = datasets.load_from_disk(name)
         if not isinstance(saved, dict):
-            saved = {str(saved.split or "train").partition("[")[0]: saved}
+            saved = {str(saved.split or "train"): saved}
         if split not in saved:
-            raise ValueError(f"has no split {split!r}, but {', '.join(saved)}")
+            raise ValueError(f"has the splits {', '.join(saved)}, not {split!r}")
         return saved[split]
     builder = datasets.load_dataset_builder(name, config or None)
     if isinstance(builder, (Json, Csv)) and not getattr(builder.config, "field", None):

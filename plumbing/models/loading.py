@@ -53,6 +53,10 @@ FORMATS = {
 }
 
 
+# A conversation that shows what a chat template writes around a turn.
+TURNS = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "A-TURN"}]
+
+
 @functools.cache  # warns once
 def precision(name: str, device: torch.device) -> Precision:
     """Return the number formats of --precision `name`."""
@@ -123,15 +127,14 @@ def check_template(tokenizer, system_prompt: str) -> None:
     """
     flag = "the chat template of --model"
     refused = f'--system_prompt ("" for none): {flag}' if system_prompt else flag
-    turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "A-TURN"}]
     render = functools.partial(tokenizer.apply_chat_template, tokenize=False)
     with exit_on_error(refused):
-        prompt = render(turns[:1], add_generation_prompt=True)
-        before, turn, _ = render(turns).partition("A-TURN")
+        prompt = render(TURNS[:1], add_generation_prompt=True)
+        before, turn, _ = render(TURNS).partition("A-TURN")
     if not prompt.strip():
         fail(f"{flag} renders nothing; name a file of another one with --chat_template")
     header = before[len(os.path.commonprefix([prompt, before])) :].strip()
-    if turn and header and prompt == render(turns[:1]):
+    if turn and header and prompt == render(TURNS[:1]):
         warn(
             f"{flag} has no generation prompt: prompts lack {header[-60:]!r}, with which the assistant's turns begin"
         )
@@ -160,9 +163,8 @@ def end_of_turn(tokenizer) -> str:
     """
     if tokenizer.chat_template is None:
         return ""
-    turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "A-TURN"}]
     with exit_on_error("the chat template of --model"):
-        return tokenizer.apply_chat_template(turns, tokenize=False).partition("A-TURN")[2]
+        return tokenizer.apply_chat_template(TURNS, tokenize=False).partition("A-TURN")[2]
 
 
 def stop_token_ids(tokenizer, model_name: str, stop_token: str) -> list[int]:
