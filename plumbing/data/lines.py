@@ -10,10 +10,8 @@ from itertools import chain, islice
 from typing import Iterable, TextIO
 
 import datasets
-import fsspec
 import pyarrow
 from datasets.packaged_modules.csv.csv import CsvConfig
-from fsspec.utils import infer_compression
 
 from plumbing.data.rows import AT, LINE, MORE_CELLS, VERSION
 from utils import first_line
@@ -32,10 +30,13 @@ class Lines(datasets.ArrowBasedBuilder):
         return datasets.DatasetInfo(features=datasets.Features(columns))
 
     def _split_generators(self, dl_manager):
-        return [
-            datasets.SplitGenerator(split, {"names": names, "paths": dl_manager.download(names)})
-            for split, names in self.config.data_files.items()
-        ]
+        # The library names what it has unpacked by the path alone, which may hold another file now.
+        config = dl_manager.download_config
+        config.force_extract = config.delete_extracted = True
+        files = self.config.data_files
+        paths = dl_manager.download_and_extract(files)
+        given = ({"names": files[split], "paths": paths[split]} for split in files)
+        return list(map(datasets.SplitGenerator, files, given))
 
     def _generate_shards(self, names, paths):
         yield from names
@@ -46,9 +47,8 @@ class Lines(datasets.ArrowBasedBuilder):
         for shard, (name, path) in enumerate(zip(names, paths)):
             # A single file is named by its flag.
             place = f"{name[len(folder) + 1 :]} " if len(files) > 1 else ""
-            options = {"compression": infer_compression(name), "encoding": "utf-8-sig"}
             try:
-                with fsspec.open(path, "rt", newline="", **options) as file:
+                with open(path, encoding="utf-8-sig", newline="") as file:
                     read = csv_lines(file, self.config.sep) if self.config.sep else lines(file)
                     rows = ((f"{place}row {i}", x) for i, x in enumerate(read, 1) if x.strip())
                     while batch := list(islice(rows, 10_000)):
