@@ -154,7 +154,7 @@ AS_ONE = TURNS + "{% if add_generation_prompt %}[assistant]{% endif %}"
 
 @pytest.mark.parametrize(
     "template, count",
-    [("", 5), (AS_ONE, 3), (AS_ONE.replace("] }}<", "] | replace('2', '') }}<"), 5)],
+    [("", 5), (AS_ONE, 3), (AS_ONE.replace("] }}<", "] }}{{ '' if loop.last else ' ' }}<"), 5)],
 )
 def test_supervised_updates_are_those_of_cross_entropy(tmp_path, capsys, template, count):
     """Loss and gradient norm of the first update, of rows of messages: each turn of the assistant,

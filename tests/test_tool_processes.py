@@ -180,7 +180,10 @@ def is_running(process: int) -> bool:
     try:
         with open(f"/proc/{process}/stat") as stat:
             return stat.read().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):  # gone before it was opened, or before it was read
+    except (
+        FileNotFoundError,
+        ProcessLookupError,
+    ):  # gone before it was opened, or before it was read
         return False
 
 

@@ -358,17 +358,17 @@ def test_any_text_is_encoded(tokenizer_of):
 CALLED = {**CALL, "content": "Look.", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
 DEEPSEEK3 = QWEN25.replace("arguments | tojson", "arguments")  # which wants them as text
 SHOWN = {
-    "a role": (QWEN25, {"role": "developer", "content": "d"}, "content of a message of developer"),
+    "a role": (QWEN25, {"role": "developer", "content": "Be brief."}, "turn 1, of developer"),
     "of results": (
         QWEN25.replace("'tool'", "'ipython'"),
-        result("d"),
-        "the content of a message of tool",
+        result("A-RESULT"),
+        "turn 1, of tool",
     ),
-    "a call": (CHATML, CALLED, "the name of a message of assistant"),
+    "a call": (CHATML, CALLED, "turn 1, of assistant"),
     "what stands before a call": (
         QWEN25.replace("if m.content", "if 0"),
         CALLED,
-        "the content of a message of assistant",
+        "turn 1, of assistant",
     ),
     "a call in text": (DEEPSEEK3, CALLED, ""),
     "a text of one letter": (QWEN25, {**USER, "content": "d"}, ""),
@@ -431,7 +431,7 @@ REFUSED = {
     "no tools in the template": (CHATML, {}, "does not show tools"),
     "another form": (TAGS, {}, "writes calls in another form than Hermes, Qwen2.5"),
     "another last turn": (ENDS_DIFFERENTLY, ENVIRONMENT, "shows the end of a turn differently"),
-    "hidden results": (HIDES_RESULTS, {}, "the content of a message of tool is not in what the"),
+    "hidden results": (HIDES_RESULTS, {}, "does not show turn 1, of tool"),
     "another stop token": (
         QWEN25.replace("<|im_end|>", "<bos>"),
         {},

@@ -116,7 +116,9 @@ def load_prompts(
     for part, raw, weight in read_parts(flag, name, split):
         where = f"{flag} {part}"
         find = functools.partial(prompts.find_column, where, rows=first_rows(where, raw))
-        text_column = stop_ids and find("response", args.response_column)
+        text_column = None
+        if stop_ids or stop_ids is not None and args.response_column:
+            text_column = find("response", args.response_column)
         kind = "conversation" if stop_ids and not text_column else "prompt"
         given = SimpleNamespace(
             **{name: getattr(args, name, None) for name in flags.split()},
@@ -190,8 +192,8 @@ def make_prompts(at: str, row: dict, given) -> list[dict]:
     text_column = None if has_turn and not given.response_column else given.text_column
     rows = prompts.rows_of_turns(at, whole, column, text_column) if learns else [(whole, None)]
     made = []
-    for before, turn in rows:
-        prompt, answer = prompts.prompt_and_answer(at, before, column, given.answer_column)
+    for part, turn in rows:
+        prompt, answer = prompts.prompt_and_answer(at, part, column, given.answer_column)
         messages, query = prompts.render_prompt(
             at, prompt, given.tokenizer, given.system_prompt, as_is, tools
         )

@@ -17,7 +17,6 @@ from pydantic import (
     Field,
     Json,
     TypeAdapter,
-    field_validator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
@@ -50,15 +49,9 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # a message's keys; t
 
 
 class Strict(BaseModel):
-    """A part of a row in which a key that nothing reads is an error, unless its value is null."""
+    """A part of a row in which a key that nothing reads is an error."""
 
     model_config = ConfigDict(extra="forbid")
-
-    @model_validator(mode="before")
-    @classmethod
-    def without_nulls(cls, value):
-        """Leave null out: parquet gives each object the keys of all others."""
-        return without_nulls(value)
 
 
 class TextPart(Strict):
@@ -73,11 +66,6 @@ class Function(Strict):
 
     name: str
     arguments: dict[str, Any] | Json[dict[str, Any]] = {}
-
-    @field_validator("arguments")
-    @classmethod
-    def given(cls, arguments: dict) -> dict:
-        return without_nulls(arguments)
 
 
 class ToolCall(Strict):
@@ -138,6 +126,14 @@ def without_nulls(value):
     if isinstance(value, dict):
         return {name: without_nulls(x) for name, x in value.items() if x is not None}
     return [without_nulls(x) for x in value] if isinstance(value, list) else value
+
+
+def read_messages(where: str, turns: list) -> list[Message]:
+    """Return messages as they are checked; exit with code 2, and the turn and key, if they are none.
+
+    A key that is null counts as none.
+    """
+    return validate(where, without_nulls(turns), MESSAGES, "turn")
 
 
 # ---- columns -------------------------------------------------------------------------------------
@@ -269,19 +265,19 @@ def prompt_and_answer(
     prompt = row[prompt_column]
     answer = value_at(row, answer_column)
     if is_turn_of_assistant(prompt):
-        last_turn = validate(where, prompt, MESSAGES, "turn")[-1].text
+        last_turn = read_messages(where, prompt)[-1].text
         prompt = prompt[:-1]
         answer = answer if is_filled(answer) else last_turn
     # IFEval's rows, for the reward ifeval
     if answer is None and is_filled(row.get("instruction_id_list")):
         answer = {"instruction_id": row["instruction_id_list"], "kwargs": row.get("kwargs")}
     if is_turn_of_assistant(answer):  # TRL's completions are messages, too
-        answer = validate(where, answer, MESSAGES, "turn")[-1].text
+        answer = read_messages(where, answer)[-1].text
     return prompt, answer
 
 
 def rows_of_turns(where: str, row: dict, prompt_column: str, response_column) -> list[tuple]:
-    """Return (the row, cut before it, the turn) for each turn of the assistant that is to be learned;
+    """Return (the row, cut after it, the turn) for each turn of the assistant that is to be learned;
     (the row, None) if there is none.
 
     A turn with nothing before it is left out, unless it is the only one; so is one of weight 0.
@@ -299,9 +295,9 @@ def rows_of_turns(where: str, row: dict, prompt_column: str, response_column) ->
         turns = [{**turn, "weight": 0} for turn in as_turns(before)] + response
     if not is_turn_of_assistant(turns):
         return [(row, None)]
-    checked = validate(where, turns, MESSAGES, "turn")
+    checked = read_messages(where, turns)
     learned = [
-        ({**row, prompt_column: turns[:i]}, turns[i])
+        ({**row, prompt_column: turns[: i + 1]}, turns[i])
         for i, turn in enumerate(checked)
         if turn.role == "assistant" and turn.weight and turn.says and (i or len(turns) == 1)
     ]
@@ -340,8 +336,7 @@ def is_turn_of_assistant(messages) -> bool:
 
 def says_something(where: str, turn: dict) -> bool:
     """Return whether a message has a text, a call or a thought; exit with code 2 if it is not one."""
-    (message,) = validate(where, [turn], MESSAGES, "turn")
-    return message.says
+    return read_messages(where, [turn])[0].says
 
 
 def holds_template(row: dict) -> bool:
@@ -380,7 +375,7 @@ def interleave(where: str, src, tgt) -> list[dict]:
 
 def as_messages(where: str, prompt, system_prompt: str) -> list[dict]:
     """Return a prompt, text or messages, as messages with texts, the system turn included."""
-    checked = validate(f"{where} prompt", as_turns(prompt), MESSAGES, "turn")
+    checked = read_messages(f"{where} prompt", as_turns(prompt))
     messages = [as_message(message) for message in checked]
     if not messages[-1]["content"].strip() and len(messages[-1]) == 2:
         fail(f"{where}: the last turn of the prompt is empty")
@@ -440,9 +435,10 @@ def render_prompt(
     if not as_is and tokenizer.chat_template is not None:
         at = f"{where}, behind the turn of --system_prompt" if system_prompt else where
         # The template has written the special tokens.
-        text = Text(where, apply_template(at, messages, tokenizer, tools, prompt=True))
-        check_shown(at, messages, text.shown, tools)
-        return messages, text
+        text = apply_template(at, messages, tokenizer, tools, prompt=True)
+        if part := hidden(messages, text, tools):
+            fail(f"{at}: the chat template of --model does not show {part}")
+        return messages, Text(where, text)
     several = "several turns" if not isinstance(prompt, str) and len(prompt) > 1 else ""
     if several or tools:
         lacks = (
@@ -577,16 +573,16 @@ def form_of_template(tokenizer, template: str) -> tuple[str, bool, bool]:
     return next(thoughts, THOUGHTS[0]), wants_text, wants_parts
 
 
-def check_shown(where: str, messages: list[dict], text: str, tools: list[dict] | None) -> None:
-    """Exit with code 2 if a text does not show what messages say, earlier thoughts excepted, or the
-    names of tools.
+def hidden(messages: list[dict], text: str, tools: list[dict] | None = None) -> str:
+    """Return what of messages, earlier thoughts excepted, and of the names of tools a text does not
+    show; "" if it shows all.
     """
+    text = text.replace(CUT, "")
     for number, message in enumerate(messages, 1):
         if not all(occurs(part, text) for part in said(message)):
-            role = message["role"]
-            fail(f"{where}: the chat template of --model does not show turn {number}, of {role}")
-    if not all(occurs(tool["function"]["name"], text) for tool in tools or ()):
-        fail(f"{where}: the chat template of --model does not show tools")
+            return f"turn {number}, of {message['role']}"
+    shown = all(occurs(tool["function"]["name"], text) for tool in tools or ())
+    return "" if shown else "tools"
 
 
 def said(message: dict, thoughts: bool = False) -> list[str]:

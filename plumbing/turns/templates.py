@@ -9,7 +9,6 @@ model with the reason why one cannot be read. Whether a call fits a tool is not 
 """
 
 import ast
-import copy
 import functools
 import json
 import os
@@ -19,7 +18,7 @@ from typing import Callable
 import yaml
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
-from plumbing.data.prompts import Text, encode_texts, guarded
+from plumbing.data.prompts import Text, encode_texts, for_template, guarded, hidden
 from plumbing.turns.worker import EnvironmentFailure
 from utils import first_line, warn
 
@@ -186,29 +185,11 @@ class Turns:
     def _shown(self, render: Callable[[list[dict]], str], messages: list[dict]) -> str:
         """Return the rendering of messages; raise ValueError if the chat template leaves out a
         content or a call.
-
-        Arguments of calls are objects, or text for a template that requires text (DeepSeek-V3).
         """
-        marks = {}
-        messages = copy.deepcopy(messages)
-        marked = copy.deepcopy(messages)
-        calls = [call for each in (messages, marked) for call in functions(each)]
-        for message in marked:
-            named = [(call, "name") for call in functions([message])]
-            for part, key in [(message, "content"), *named]:
-                if part[key].strip():
-                    mark = part[key] = f"shown{len(marks)}mark"
-                    marks[mark] = f"the {key} of a message of {message['role']}"
-        try:
-            text = render(marked)
-        except TypeError:
-            for call in calls:
-                call["arguments"] = json.dumps(call["arguments"])
-            text = render(marked)
-        for mark, what in marks.items():
-            if mark not in text:
-                raise ValueError(f"{what} is not in what the chat template writes")
-        return render(guarded(messages, self.tokenizer))
+        text = render(guarded(for_template(messages, self.tokenizer), self.tokenizer))
+        if part := hidden(messages, text):
+            raise ValueError(f"does not show {part}")
+        return text
 
     def prompt(self, messages: list[dict]) -> str:
         """Return the text of messages that a turn follows; see `_shown` for what is raised."""
@@ -244,11 +225,6 @@ class Turns:
 
 
 # ---- calls in a turn -----------------------------------------------------------------------------
-
-
-def functions(messages: list[dict]) -> list[dict]:
-    """Return the functions that the calls of messages name."""
-    return [call["function"] for message in messages for call in message.get("tool_calls", [])]
 
 
 def listed(calls) -> list:
