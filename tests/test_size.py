@@ -81,19 +81,19 @@ def table() -> dict[str, tuple[int, int]]:
     plumbing = [path for path in ROOT.glob("plumbing/**/*.py") if path.read_text()]
     everything = ("*.py", "plumbing/**/*.py", "scripts/**/*.py", "assets/**/*.py")
     rows = {
-        "Python outside tests, tokens": (tokens(*everything), 88_000),
-        "plumbing/, tokens": (tokens("plumbing/**/*.py"), 48_500),
+        "Python outside tests, tokens": (tokens(*everything), 93_000),
+        "plumbing/, tokens": (tokens("plumbing/**/*.py"), 53_500),
         "plumbing/, files": (len(plumbing), 40),
         "plumbing/, files outside of its folders": (
             sum(path.parent.name == "plumbing" for path in plumbing),
             3,
         ),
-        "tests/, tokens": (tokens("tests/**/*.py"), 137_500),
+        "tests/, tokens": (tokens("tests/**/*.py"), 144_500),
         "web files of the report, lines": (
             lines(*(f"assets/report/*.{end}" for end in ("js", "css", "html"))),
             500,
         ),
-        "docs/, lines": (lines("docs/*.md"), 1_115),
+        "docs/, lines": (lines("docs/*.md"), 1_125),
         "README.md, lines": (lines("README.md"), 150),
         "flags of grpo.py": (len(dataclasses.fields(Args)), 90),
         "our modules that import grpo loads": (len(modules()[0]), 31),
