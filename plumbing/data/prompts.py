@@ -17,9 +17,10 @@ from pydantic import (
     Field,
     Json,
     TypeAdapter,
+    ValidationInfo,
+    field_validator,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
 
 from plumbing.data.rows import validate
 from utils import exit_on_error, fail, first_line
@@ -85,7 +86,7 @@ class Message(Strict):
     """A turn of a conversation."""
 
     role: str
-    content: str | list[TextPart] | None = None
+    content: str | list[TextPart]
     tool_calls: list[ToolCall] = []
     thought: str = Field("", validation_alias=AliasChoices(*THOUGHTS))
     name: str | None = None
@@ -93,14 +94,19 @@ class Message(Strict):
     # 0 for a turn of the assistant that is not learned; other turns never are
     weight: Literal[0, 1, False, True] = Field(1, validation_alias=AliasChoices("weight", "train"))
 
-    @model_validator(mode="after")
-    def check(self):
-        """Refuse a turn of nothing, and a weight that nothing reads."""
-        if self.content is None and not self.tool_calls and not self.thought:
-            raise PydanticCustomError("content", "content: is null, beside no calls and no thought")
-        if self.weight and "weight" in self.model_fields_set and self.role != "assistant":
-            raise PydanticCustomError("weight", "weight: only turns of the assistant are learned")
-        return self
+    @model_validator(mode="before")
+    @classmethod
+    def with_content(cls, value):
+        """Give a turn of calls or of a thought alone a content."""
+        alone = isinstance(value, dict) and {"tool_calls", *THOUGHTS} & value.keys()
+        return {"content": "", **value} if alone else value
+
+    @field_validator("weight")
+    @classmethod
+    def is_read(cls, weight: int, info: ValidationInfo) -> int:
+        if weight and info.data.get("role") != "assistant":
+            raise ValueError("only turns of the assistant are learned")
+        return weight
 
     @property
     def says(self) -> bool:
@@ -111,7 +117,7 @@ class Message(Strict):
         """The content, its parts joined."""
         if isinstance(self.content, str):
             return self.content
-        return "".join(part.text for part in self.content or ())
+        return "".join(part.text for part in self.content)
 
 
 MESSAGES = TypeAdapter(Annotated[list[Message], Field(min_length=1)])
