@@ -4,6 +4,7 @@ optimizer, clock, sums.
 Imports nothing of this project.
 """
 
+import atexit
 import contextlib
 import functools
 import hashlib
@@ -31,6 +32,16 @@ from tqdm import tqdm
 ROOT = os.path.dirname(os.path.abspath(__file__))
 # SIGTERM or SIGINT: a checkpoint was saved, unless the first step had not begun
 EXIT_INTERRUPTED = 75
+
+
+@atexit.register  # the first one, so it runs last
+def silence_triton() -> None:
+    """Drop what is printed from here on: Triton, which vLLM brings, lists memory of its own at the
+    end of each process, in 30 lines.
+    """
+    if "triton" in sys.modules:
+        sys.stderr.flush()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def one_line(message: str) -> str:

@@ -58,7 +58,18 @@ def parse(cls: type, line: list[str] | None = None):
     )
     silent = os.environ.get("LOCAL_RANK", "0") != "0"  # only the first rank of a node prints
     with contextlib.redirect_stderr(io.StringIO() if silent else sys.stderr):
-        args = read()
+        if line[:1] and line[0].endswith((".json", ".yaml")):
+            fail(f"{line[0]}: a file of flags is given by --config {line[0]}")
+        try:
+            args = read()
+        except SystemExit:
+            named = {x[2:].partition("=")[0].replace("-", "_") for x in line if x[:2] == "--"}
+            if {x.removeprefix("no_") for x in named} - {*cls.__dataclass_fields__, "help"}:
+                say = (
+                    "docs/reading_map.md has the flags that TRL's, verl's and PaddleNLP's are here"
+                )
+                print(say, file=sys.stderr)
+            raise
         config = getattr(args, "config", "")
         values = from_file(cls, config) if config else {}
         if values:
@@ -238,7 +249,7 @@ class DataArgs(PromptArgs):
 class ScoringArgs:
     reward: Annotated[tuple[str, ...], Field(min_length=1)] = ("math",)
     """Reward sources: math (parsed and compared), gsm8k (strict ####), exact, format
-    (think/answer), code (runs Python against the row's tests), ifeval, reasoning_gym, environment
+    (think/answer), code (runs Python against the row's tests), ifeval, reasoning_gym, episode
     (what --environment or --agent gives), path/to/file.py:function, a reward model's folder or hub
     name, or a reward server's http:// address. A response counts as correct if the first source
     that tells right from wrong gives it 1 or more."""
