@@ -81,7 +81,7 @@ def table() -> dict[str, tuple[int, int]]:
     plumbing = [path for path in ROOT.glob("plumbing/**/*.py") if path.read_text()]
     everything = ("*.py", "plumbing/**/*.py", "scripts/**/*.py", "assets/**/*.py")
     rows = {
-        "Python outside tests, tokens": (tokens(*everything), 93_000),
+        "Python outside tests, tokens": (tokens(*everything), 93_500),
         "plumbing/, tokens": (tokens("plumbing/**/*.py"), 53_500),
         "plumbing/, files": (len(plumbing), 40),
         "plumbing/, files outside of its folders": (

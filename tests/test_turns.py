@@ -4,6 +4,7 @@ template puts between.
 The templates are short ones of the same form as those of the models that they are named after.
 """
 
+import copy
 import importlib.util
 import json
 import re
@@ -15,6 +16,7 @@ import pytest
 import test_data
 from helpers import table
 from tiny_models import make_tokenizer
+from tokenizers import pre_tokenizers
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
 from plumbing.data import mixture as data
@@ -481,3 +483,18 @@ def test_prompts_show_the_tools(tokenizer_of, tmp_path):
     )
     assert json.dumps(ADD) in row["prompt"] and row["query"] == tokenizer.encode(row["prompt"])
     assert row["messages"] == [{"role": "user", "content": "What?"}]
+
+
+@pytest.mark.parametrize("template", [None, "{% for m in messages %}{{ m.content }}\n{% endfor %}"])
+def test_an_observation_has_no_space_of_its_own(template, tokenizer_of):
+    """SentencePiece puts one before what it encodes: between turns the tokens are those of the
+    whole.
+    """
+    tokenizer = copy.deepcopy(tokenizer_of(template))
+    add = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    tokenizer.backend_tokenizer.pre_tokenizer = add
+    turns = Turns(tokenizer, [4], [], ["user"] if template else [])
+    whole = tokenizer.encode("x" + "\n" * bool(template) + "more", add_special_tokens=False)
+    begin = tokenizer.encode("x", add_special_tokens=False)
+    observed = turns.observation_ids([{**USER, "content": "more"}], begin[-1])
+    assert [*begin, *observed][: len(whole)] == whole

@@ -141,16 +141,16 @@ class Turns:
         would end with.
         """
         with_calls = self._follow_calls(messages)
-        ids = self.encode(text)
+        ids = self.encode(text, before=MARK)
         length = next((length for length, token in enumerate(ids, 1) if token in self.stop_ids), 0)
         if length:
             return (length - 1) * with_calls, length
-        last = self.encode(self._after_turn([]))
+        last = self.encode(self._after_turn([]), before=MARK)
         if any(token in self.tokenizer.added_tokens_decoder for token in last):
             raise ValueError(
                 f"ends turns by {self.tokenizer.decode(last)!r}, which holds no --stop_token"
             )
-        length = len(self.encode(self._after_turn(messages))) * with_calls
+        length = len(self.encode(self._after_turn(messages), before=MARK)) * with_calls
         return length, length
 
     def _render(self, messages: list[dict], prompt: bool = False) -> str:
@@ -206,22 +206,23 @@ class Turns:
             last_token: of the turn. If it is a stop token, the one that the template writes there
                 is left out.
         """
+        before = self.tokenizer.decode([last_token])
         if not self.has_template:
-            return self.encode(self._shown(self._render, messages))
+            return self.encode(self._shown(self._render, messages), before=before)
         try:
-            ids = self.encode(self._shown(self._between, messages))
+            ids = self.encode(self._shown(self._between, messages), before=before)
         except Exception as error:  # templates may raise any exception
             raise EnvironmentFailure(
                 f"the chat template of --model refuses messages: {first_line(error)}"
             ) from error
         return ids[self.ends[self._follow_calls(messages)][last_token in self.stop_ids] :]
 
-    def encode(self, text: str, special: bool = False) -> list[int]:
-        """Return the token ids of a text; half of a surrogate pair, which models can write in JSON,
-        becomes "?".
+    def encode(self, text: str, special: bool = False, before: str = "") -> list[int]:
+        """Return the token ids of a text that stands behind another one; half of a surrogate pair,
+        which models can write in JSON, becomes "?".
         """
         text = text.encode(errors="replace").decode()
-        return encode_texts([Text("--tools", text, special)], self.tokenizer)[0]
+        return encode_texts([Text("--tools", text, special, before=before)], self.tokenizer)[0]
 
 
 # ---- calls in a turn -----------------------------------------------------------------------------
