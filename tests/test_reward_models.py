@@ -214,3 +214,13 @@ def test_a_conversation_that_the_template_refuses_costs_its_own_score(tmp_path):
         scores[2]
     )
     assert "no system role" in failure
+
+
+def test_a_template_that_hides_a_turn_of_the_prompt_is_refused(tmp_path, capsys):
+    policy = make_tokenizer(chat_template=POLICY_TEMPLATE)
+    hides = GEMMA_LIKE.replace("in messages", "in messages if m['role'] != 'developer'")
+    name = save(tmp_path / "rm", other_tokenizer(hides))
+    rows = rows_of([[{"role": "developer", "content": "Be brief."}, *CHAT]], policy)
+    with pytest.raises(SystemExit):
+        load(name, policy, rows)
+    assert "its chat template does not show turn 1, of developer" in capsys.readouterr().err

@@ -123,7 +123,6 @@ class Message(Strict):
 MESSAGES = TypeAdapter(Annotated[list[Message], Field(min_length=1)])
 TURNS = TypeAdapter(list[Annotated[str, Field(pattern=r"\S")]])
 EXCHANGES = TypeAdapter(list[tuple[str, str]])  # of Alpaca's history
-CALLS = TypeAdapter(Json[list[ToolCall] | ToolCall])  # the value of ShareGPT's function_call
 SCHEMAS = TypeAdapter(list[dict[str, Any]] | Json[list[dict[str, Any]]])
 
 

@@ -7,7 +7,14 @@ import torch
 from torch.nn.functional import one_hot
 from torch.nn.utils.rnn import pad_sequence
 
-from plumbing.data.prompts import Text, encode_texts, guarded, render_response
+from plumbing.data.prompts import (
+    Text,
+    encode_texts,
+    for_template,
+    guarded,
+    hidden,
+    render_response,
+)
 from plumbing.models import loading
 from utils import World, fail, first_line, micro_batches, warn
 
@@ -133,10 +140,12 @@ class ModelSource:
         has_template = self.tokenizer.chat_template is not None
         messages = row["messages"]
         if has_template and messages:
-            response = {"role": "assistant", "content": text}
+            messages = [*messages, {"role": "assistant", "content": text}]
             shown = self.tokenizer.apply_chat_template(
-                guarded([*messages, response], self.tokenizer), tokenize=False
+                guarded(for_template(messages, self.tokenizer), self.tokenizer), tokenize=False
             )
+            if part := hidden(messages, shown):
+                raise ValueError(f"its chat template does not show {part}")
             if self.ends_with_stop:
                 shown = shown.removesuffix(loading.end_of_turn(self.tokenizer))
             texts = [Text("the prompt", shown, is_learned=self.ends_with_stop)]
@@ -147,6 +156,8 @@ class ModelSource:
         else:
             texts = [
                 Text("the prompt", row["prompt"], special=not has_template),
-                render_response("the response", text, self.tokenizer, self.stop_ids),
+                render_response(
+                    "the response", text, self.tokenizer, self.stop_ids, before=row["prompt"]
+                ),
             ]
         return list(chain(*encode_texts(texts, self.tokenizer, self.stop_ids)))
