@@ -87,7 +87,7 @@ class Message(Strict):
 
     role: str
     content: str | list[TextPart]
-    tool_calls: list[ToolCall] = []
+    tool_calls: list[ToolCall] = Field(default_factory=list)  # [] would be copied each time
     thought: str = Field("", validation_alias=AliasChoices(*THOUGHTS))
     name: str | None = None
     tool_call_id: str | None = None
@@ -603,7 +603,7 @@ def said(message: dict, thoughts: bool = False) -> list[str]:
 def occurs(part: str, text: str) -> bool:
     """Return whether a text has a part, as it is or as JSON, without the space around it."""
     part = part.strip()
-    return any(x in text for x in (part, *(json.dumps(part, ensure_ascii=y)[1:-1] for y in (0, 1))))
+    return part in text or any(json.dumps(part, ensure_ascii=x)[1:-1] in text for x in (0, 1))
 
 
 def join_turns(rows: list[dict], stop: str) -> list[dict]:
