@@ -257,7 +257,7 @@ def code_response(count: int, folder: str) -> Callable:
     """Run the programs of so many responses."""
     sources = RewardSources(grpo.Args(reward=("code",)), load_tokenizer(TINY))
     scoring = Scoring(sources, lambda: False)
-    row = {"answer": json.dumps({"inputs": ["1\n"], "outputs": ["1\n"]})}
+    row = {"prompt": "", "answer": json.dumps({"inputs": ["1\n"], "outputs": ["1\n"]})}
     text = "```python\nprint(input())\n```"
 
     def score() -> None:

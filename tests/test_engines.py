@@ -304,7 +304,7 @@ def test_a_source_without_threads_scores_one_rollout_at_a_time():
         at_once.clear()
         return [1.0]
 
-    source = types.SimpleNamespace(threads=None, most=9, score=score)
+    source = types.SimpleNamespace(threads=None, whole=False, most=9, score=score)
     sources = types.SimpleNamespace(
         sources={"model": source}, waited=0.0, lock=threading.Lock(), state={}
     )

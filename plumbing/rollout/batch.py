@@ -140,8 +140,10 @@ class Sampler:
             return None
         for sample in responses:
             sample.row = {}  # all ranks have it
-        # Ranks that share an engine have the same ones.
-        gathered = dict(self.world.all_gather(list(zip(local, responses))))
+        places = [
+            i for rank in range(self.world.size) for i in chain(*self.world.shard(groups, rank))
+        ]
+        gathered = dict(zip(places, self.world.all_gather(responses)))
         responses = [gathered[i] for i in range(len(rows))]
         for row, sample in zip(rows, responses):
             sample.row = sample.conversation.row if sample.conversation else row
