@@ -27,7 +27,7 @@ TEMPLATES = Path(SPEC.submodule_search_locations[0], "chat_templates") if SPEC e
 TABLE = helpers.table("messages.yaml")
 REPORTED = helpers.ROOT / "tests/data/reported"
 WORDS = "QQ1 AA1 SS1 DD1 QQ2 AA2 RR1 TT1 get_weather Oslo".split()  # of the forms
-pytestmark = pytest.mark.skipif(SPEC is None, reason="requires trl's templates")
+real_templates = pytest.mark.skipif(SPEC is None, reason="requires trl's templates")
 
 
 @functools.cache
@@ -75,6 +75,7 @@ def learned(row: dict, tokenizer) -> str:
 # ---- real templates ------------------------------------------------------------------------------
 
 
+@real_templates
 @pytest.mark.parametrize("template", TABLE["templates"])
 def test_every_form_of_message_is_shown_or_refused(template, capsys):
     """Held: all words of the row are in its tokens, and what is learned has those of its turns."""
@@ -118,6 +119,7 @@ def test_every_form_of_message_is_shown_or_refused(template, capsys):
 # ---- what was reported, and its kin ----------------------------------------------------------------
 
 
+@real_templates
 @pytest.mark.parametrize("case", TABLE["rows"])
 def test_rows_as_people_have_them(case, tmp_path, monkeypatch, capsys):
     """[template, how it is used, a file of tests/data/reported or its row, what it becomes]."""
@@ -140,6 +142,7 @@ def test_rows_as_people_have_them(case, tmp_path, monkeypatch, capsys):
         assert rows[0]["answer"] == expected[0]
 
 
+@real_templates
 def test_pairs_are_compared_with_their_calls(capsys):
     lines = (REPORTED / "30_pairs_of_calls.jsonl").read_text().splitlines()
     pair = json.loads(lines[0])
@@ -165,6 +168,7 @@ def test_pairs_are_compared_with_their_calls(capsys):
     assert "tool_calls, and no prompt before it" in capsys.readouterr().err
 
 
+@real_templates
 def test_an_answer_beside_the_last_turn_is_said(tmp_path, monkeypatch, capsys):
     turns = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "It is"}]
     path = helpers.write_rows(tmp_path / "rows.jsonl", [{"messages": turns, "answer": "2"}])

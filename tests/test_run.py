@@ -440,3 +440,16 @@ def test_the_reference_is_refreshed_after_its_steps(base, tmp_path, monkeypatch,
     first, second, third = (row["objective/kl"] for row in metrics_of(values))
     assert second > 1e-4 and max(abs(first), abs(third)) < 1e-2 * second
     assert seen == pytest.approx([first / 10, second / 10, third / 10], rel=1e-5, abs=1e-9)
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+def test_only_triton_is_silenced_and_only_at_the_end(loaded):
+    """Its lines come after all handlers, as does what one that was registered before utils writes."""
+    code = (
+        "import atexit, os, sys\natexit.register(os.write, 2, b'late')\nimport utils\n"
+        f"sys.modules.pop('triton', None)\nif {loaded}: sys.modules['triton'] = sys\n"
+        "atexit.register(os.write, 2, b'handler')\nprint('early', file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=helpers.ROOT, capture_output=True)
+    said = done.stderr.decode()
+    assert "early\nhandler" in said and ("late" in said) == (not loaded)

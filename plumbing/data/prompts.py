@@ -438,11 +438,10 @@ def render_prompt(
     """
     messages = as_messages(where, prompt, "" if as_is else system_prompt)
     if not as_is and tokenizer.chat_template is not None:
-        at = f"{where}, behind the turn of --system_prompt" if system_prompt else where
         # The template has written the special tokens.
-        text = apply_template(at, messages, tokenizer, tools, prompt=True)
+        text = apply_template(where, messages, tokenizer, tools, prompt=True)
         if part := hidden(messages, text, tools):
-            fail(f"{at}: the chat template of --model does not show {part}")
+            fail(f"{where}: the chat template of --model does not show {part}")
         return messages, Text(where, text)
     several = "several turns" if not isinstance(prompt, str) and len(prompt) > 1 else ""
     if several or tools:
