@@ -1103,6 +1103,7 @@ def main(args: Args) -> None:
                 sums.add(m, approxkl=(logprobs - old_logprobs).square() / 2)
                 # Each response once: surprisal, KL, and trainer against sampler.
                 if epoch == 0 and args.pf_ppo == "none":
+                    # Whether `start_logprobs` are of weights that this step has changed already.
                     updated = number > 0 and not needs_start_logprobs
                     evaluation.add_rollout(sums, micro, start_logprobs, estimate_kl, updated)
             optimizer.step()

@@ -864,6 +864,7 @@ def main(args: Args) -> None:
                 sums.add(m, tokens=m, entropy=out["entropies"], clipped=clipped, weights=weights)
                 sums.add(m, approxkl=(logprobs - old_logprobs).square() / 2)
                 if epoch == 0:  # each response once: surprisal, KL, and trainer against sampler
+                    # Whether `start_logprobs` are of weights that this step has changed already.
                     updated = number > 0 and not needs_start_logprobs
                     evaluation.add_rollout(sums, micro, start_logprobs, estimate_kl, updated)
             optimizer.step()
