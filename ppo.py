@@ -49,7 +49,7 @@ from plumbing import cli
 from plumbing.cli import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share
 from plumbing.data.mixture import load_prompts, load_train_and_eval, mix, take_prompts
 from plumbing.data.rows import Row
-from plumbing.models import loading, lora
+from plumbing.models import loading
 from plumbing.models.sharding import Sharding, model_device, set_gradient_sync, sync_reference
 from plumbing.rewards.sources import RewardSources, check_reference, reward_weights
 from plumbing.rollout import engines
@@ -602,8 +602,7 @@ def load_critic(args: Args, checkpoint: str | None, dtype: torch.dtype, device) 
     scalar, new_head = loading.load_scalar_model("--value_model", name, dtype, device)
     if new_head:
         nn.init.zeros_(scalar.model.score.weight)
-    if args.lora_rank:
-        lora.add_lora(scalar.model, args)
+    loading.add_adapter(scalar.model, args)
     return Critic(scalar)
 
 

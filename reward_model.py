@@ -48,7 +48,7 @@ from plumbing.data import prompts
 from plumbing.data.cache import check_rows_fit, column, encode_rows, leave_out
 from plumbing.data.mixture import SHORT, count_steps, stream, take_prompts, without
 from plumbing.data.rows import first_rows, read_rows, split_of
-from plumbing.models import loading, lora
+from plumbing.models import loading
 from plumbing.models.sharding import Sharding, set_gradient_sync
 from plumbing.run.ranks import record
 from plumbing.run.run import Run
@@ -336,8 +336,7 @@ def load_scorer(
     )
     config = scorer.model.config
     head = scorer.model.score.weight.data
-    if args.lora_rank:
-        lora.add_lora(scorer.model, args)
+    loading.add_adapter(scorer.model, args)
     # transformers' forward reads it, and would treat a stop token that is the pad token as padding.
     config.pad_token_id = None if tokenizer.pad_token_id in stop_ids else tokenizer.pad_token_id
     config.score_token = stop_ids[0]  # for those that read text: where scores are read

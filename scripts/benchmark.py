@@ -42,13 +42,13 @@ import distill
 import grpo
 import utils
 from assets import tasks
+from extras.episodes.conversations import ToolProcess, ToolProcesses
 from plumbing.data.mixture import load_train_and_eval
 from plumbing.models.loading import load_tokenizer
 from plumbing.rewards.sources import RewardSources, Scoring, check_reference
 from plumbing.rewards.verifiers import gsm8k
 from plumbing.rollout.batch import Batch, Sample
 from plumbing.run.log import read_log
-from plumbing.turns.conversations import ToolProcess, ToolProcesses
 
 TINY = os.path.join(utils.ROOT, "assets/tiny")
 GPU = torch.cuda.is_available()

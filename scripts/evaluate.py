@@ -247,7 +247,7 @@ def main(args: Args) -> None:
     precision = loading.precision(args.precision, world.device)
     args.backend = engines.backend_of("backend", args)
     if args.backend == "vllm":
-        from plumbing.rollout.vllm_engine import Engine
+        from extras.vllm.engine import Engine
 
         engine = Engine(args, world, precision.compute_dtype, load_format="auto")
         model = types.SimpleNamespace(device=world.device)  # the engine has the weights

@@ -37,7 +37,8 @@ from transformers import AutoConfig, PreTrainedModel
 
 import utils
 from plumbing import cli
-from plumbing.models import loading, lora, sharding
+from plumbing.models import loading, sharding
+from plumbing.models.weights import base_weights, merged
 from plumbing.rewards.sources import kind_of
 from plumbing.rollout import engines, vllm_engine
 from plumbing.run import evaluation, ranks, run
@@ -130,8 +131,8 @@ class Engine(vllm_engine.VllmSampling):
 
     def sync(self, model, _):
         memory.set_bytes("vLLM", sum(self.bytes[: 1 + self.stays]))  # the cache wakes behind it
-        for _, tensor, layer in lora.base_weights(model):
-            lora.merged(tensor, layer)
+        for _, tensor, layer in base_weights(model):
+            merged(tensor, layer)
 
     def sleep(self):
         if not self.stays:

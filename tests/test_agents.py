@@ -15,11 +15,11 @@ from tiny_models import CPU, random_model
 import grpo
 import ppo
 import utils
+from extras.episodes import agents
+from extras.episodes.agents import Agents, plain
+from extras.episodes.conversations import Conversation
 from plumbing.rollout.batch import Batch, Sample, forward_batch
 from plumbing.tasks import run_all
-from plumbing.turns import agents
-from plumbing.turns.agents import Agents, plain
-from plumbing.turns.conversations import Conversation
 
 # Runs the code of its row, which may call ask(messages..., options of the API).
 AGENT = """

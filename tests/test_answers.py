@@ -15,6 +15,7 @@ from pathlib import Path
 import helpers  # noqa: F401
 import pytest
 
+from extras.verifiers import math_verifier
 from plumbing.rewards import answers, verifiers
 
 # in scripts/, which helpers has put on the path
@@ -42,7 +43,7 @@ def test_cases(verifier, kind):
     """Each response gets 1 if a careful teacher would call it right, else 0; those marked `known`
     get the other.
     """
-    check = verifiers.VERIFIERS[verifier].check
+    check = verifiers.verifier(verifier).check
     cases = [case for case in CASES if (case["verifier"], case["kind"]) == (verifier, kind)]
     scores = [check(case["response"], case["reference"]) for case in cases]
     judged = [case["right"] != case.get("known", 0) for case in cases]
@@ -107,7 +108,7 @@ def test_each_verifier_reads_the_same_place(name, monkeypatch):
     monkeypatch.setattr(
         verifiers, "reasoning_gym_dataset", lambda *source: Task({0: {"answer": "42"}})
     )
-    check = verifiers.VERIFIERS[name].check
+    check = verifiers.verifier(name).check
     (reference, right, wrong) = SOURCES[name]
     for thought in THOUGHTS:
         for form in FORMS:
@@ -153,8 +154,8 @@ def test_stated_text(response, answer):
     "solution", [r"Since $x=5$, we get $\boxed{10}$.", "Then 2 * 5 = 10.\nThe answer is $10$."]
 )
 def test_a_solution_as_reference_is_its_answer(solution):
-    assert verifiers.math(r"\boxed{10}", solution) == verifiers.math(solution, "10") == 1
-    assert verifiers.math(r"\boxed{5}", solution) == 0
+    assert math_verifier.math(r"\boxed{10}", solution) == math_verifier.math(solution, "10") == 1
+    assert math_verifier.math(r"\boxed{5}", solution) == 0
 
 
 @pytest.mark.parametrize(
@@ -181,7 +182,7 @@ def test_a_solution_as_reference_is_its_answer(solution):
 )
 def test_long_nonsense_is_read_at_once(text):
     start = time.process_time()
-    assert verifiers.math(text, "42") == 0
+    assert math_verifier.math(text, "42") == 0
     assert time.process_time() - start < 5
 
 
@@ -193,7 +194,7 @@ def test_long_nonsense_is_read_at_once(text):
 )
 def test_a_list_of_one_is_its_element(answer):
     for check, response in (
-        (verifiers.math, "\\boxed{966}"),
+        (math_verifier.math, "\\boxed{966}"),
         (verifiers.gsm8k, "#### 966"),
         (verifiers.exact, "966"),
     ):
@@ -217,4 +218,4 @@ def test_a_list_of_one_is_its_element(answer):
 def test_references_of_no_use_are_refused(reward, answer, reason):
     """A score of 0 for every response would say that the model is wrong."""
     with pytest.raises(ValueError, match=re.escape(reason)):
-        verifiers.VERIFIERS[reward].check("", answer)
+        verifiers.verifier(reward).check("", answer)

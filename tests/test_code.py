@@ -18,15 +18,14 @@ from conftest import ROOT
 from helpers import table
 from test_tool_processes import wait_until
 
-from plumbing.rewards import code_tests, sandbox
-from plumbing.rewards.verifiers import VERIFIERS
+from extras.verifiers import code_tests, sandbox
 
 PROGRAMS = table("programs.yaml")
 READ = PROGRAMS["shared"]["read"]
 
 
 def score(response: str, tests, seconds: float = 10.0) -> float:
-    return VERIFIERS["code"].check(response, tests, seconds)
+    return code_tests.code(response, tests, seconds)
 
 
 # ---- right and wrong -----------------------------------------------------------------------------
@@ -131,7 +130,7 @@ def without_call(number: int) -> None:
 CALLER = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
-from plumbing.rewards import sandbox
+from extras.verifiers import sandbox
 sandbox.libc.prctl(4, 0, 0, 0, 0)
 print(json.dumps(sandbox.open_limits()), flush=True)
 for line in sys.stdin:

@@ -11,7 +11,7 @@ from helpers import variant
 from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
 
-from plumbing.rollout.vllm_engine import Engine
+from extras.vllm.engine import Engine
 
 
 def test_a_compiled_run_is_the_same(tmp_path):

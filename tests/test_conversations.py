@@ -21,17 +21,17 @@ import grpo
 import ppo
 import rloo
 import utils
-from plumbing.models.loading import load_model, precision
-from plumbing.models.speed import Decoding
-from plumbing.rewards.sources import EpisodeSource, RewardSources
-from plumbing.rollout.batch import Sampler, forward_batch
-from plumbing.rollout.vllm_engine import VllmSampling
-from plumbing.run import evaluation
-from plumbing.turns.conversations import (
+from extras.episodes.conversations import (
     STOP_REASONS,
     Conversation,
     Conversations,
 )
+from extras.vllm.engine import VllmSampling
+from plumbing.models.loading import load_model, precision
+from plumbing.models.speed import Decoding
+from plumbing.rewards.sources import EpisodeSource, RewardSources
+from plumbing.rollout.batch import Sampler, forward_batch
+from plumbing.run import evaluation
 
 WORLD = utils.World(0, 1, CPU)
 never = lambda: False

@@ -17,6 +17,7 @@ from test_docs import missing_paths, tree_of, unknown_flags
 
 sync_shared = importlib.import_module("sync_shared")
 PLUMBING = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("plumbing/**/*.py"))
+EXTRAS = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("extras/**/*.py"))
 SCRIPTS = sync_shared.SCRIPTS
 SHELL = sorted(ROOT.glob("scripts/**/*.sh"))  # for README.md and docs/ see test_docs.py
 
@@ -153,8 +154,8 @@ def names_read(*trees: ast.Module) -> set[str]:
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_every_flag_is_read(name):
-    """By the script or in plumbing/: rules of a flag in cli.py do not make it do anything."""
-    readers = [file for file in PLUMBING if file != "plumbing/cli.py"]
+    """By the script, in plumbing/ or in extras/: rules of a flag in cli.py do not make it do anything."""
+    readers = [file for file in (*PLUMBING, *EXTRAS) if file != "plumbing/cli.py"]
     args = importlib.import_module(name.removesuffix(".py")).Args
     flags = {field.name for field in dataclasses.fields(args)} - {"config"}
     assert not flags - names_read(*map(tree_of, (name, "utils.py", *readers)))
@@ -191,7 +192,7 @@ def test_shell_scripts_name_what_exists(path):
     assert not unknown_flags(text) and not missing_paths(f"`{text}`")
 
 
-@pytest.mark.parametrize("name", [*SCRIPTS, "utils.py", *PLUMBING])
+@pytest.mark.parametrize("name", [*SCRIPTS, "utils.py", *PLUMBING, *EXTRAS])
 def test_flags_in_docstrings_and_messages_exist(name):
     texts = [
         n.value
@@ -207,9 +208,13 @@ def test_flags_in_docstrings_and_messages_exist(name):
 # ---- imports, paths, versions --------------------------------------------------------------------
 
 COMMANDS = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("[as]*/**/*.py"))
-LOCAL = {Path(name).stem for name in (*SCRIPTS, "utils.py", *COMMANDS)} | {"plumbing", "guess"}
+LOCAL = {Path(name).stem for name in (*SCRIPTS, "utils.py", *COMMANDS)} | {
+    "plumbing",
+    "extras",
+    "guess",
+}
 # a folder of plumbing/ imports only those before it
-ORDER = ("models", "data", "rewards", "turns", "rollout", "run")
+ORDER = ("models", "data", "rewards", "rollout", "run")
 
 
 def imported(name: str) -> set[str]:
@@ -232,23 +237,42 @@ def imported(name: str) -> set[str]:
     return modules
 
 
-@pytest.mark.parametrize("name", [*SCRIPTS, "utils.py", *PLUMBING])
+@pytest.mark.parametrize("name", [*SCRIPTS, "utils.py", *PLUMBING, *EXTRAS])
 def test_imports_go_one_way(name):
-    """Commands -> algorithms -> folders of plumbing/ in their order -> utils."""
+    """Commands -> algorithms -> extras/ -> folders of plumbing/ in their order -> utils; plumbing/
+    imports extras/ only inside the function that a flag calls.
+    """
     modules = {
         module
         for module in imported(name)
         if module.partition(".")[0] in LOCAL and not module.startswith("utils")
     }
-    folder = name.split("/")[1:2]
+    folder, _, room = name.rpartition(".")[0].partition("/")
+    room = room.partition("/")[0]
     if name == "utils.py":
         assert not modules
-    else:
-        others = {"grpo.generate", "grpo.ROLLOUT_OUTPUTS"} if name == "distill.py" else set()
-        assert all(module.startswith("plumbing.") for module in modules - others)
-        if folder and folder[0] in ORDER:
-            later = ORDER[ORDER.index(folder[0]) + 1 :]
-            assert not [module for module in modules if module.split(".")[1] in later]
+        return
+    others = {"grpo.generate", "grpo.ROLLOUT_OUTPUTS"} if name == "distill.py" else set()
+    assert all(module.startswith(("plumbing.", "extras.")) for module in modules - others)
+    if folder != "extras":
+        assert not {module for module in imported_at_start(name) if module.startswith("extras")}
+    if folder == "plumbing" and room in ORDER:
+        later = ORDER[ORDER.index(room) + 1 :]
+        assert not [
+            module
+            for module in modules
+            if module.startswith("plumbing.") and module.split(".")[1] in later
+        ]
+
+
+def imported_at_start(name: str) -> set[str]:
+    """Return what a file imports when it is imported itself."""
+    nodes = [node for node in tree_of(name).body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    return {
+        alias.name if isinstance(node, ast.Import) else f"{node.module}.{alias.name}"
+        for node in nodes
+        for alias in node.names
+    }
 
 
 def test_commands_have_what_they_import_on_their_path():
@@ -291,7 +315,7 @@ def test_what_is_pinned_is_what_is_installed():
 
 def test_what_is_pinned_is_what_is_imported():
     """But for wandb, which --track names, and for what docs/ or a command let the user install."""
-    files = (*SCRIPTS, "utils.py", *PLUMBING, *COMMANDS)
+    files = (*SCRIPTS, "utils.py", *PLUMBING, *EXTRAS, *COMMANDS)
     modules = {module.partition(".")[0] for name in files for module in imported(name)}
     modules -= LOCAL | sys.stdlib_module_names
     others = {"assets", "reasoning_gym", "if_verifiable", "langdetect", "trl"}

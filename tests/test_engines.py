@@ -18,9 +18,10 @@ from helpers import metrics_of, run_here, steps_of, variant, workspace
 
 import grpo
 import utils
+from extras.vllm import engine as vllm_engine
 from plumbing.models import loading
 from plumbing.rewards.sources import Scoring
-from plumbing.rollout import engines, vllm_engine
+from plumbing.rollout import engines
 from plumbing.rollout.batch import Sampler
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import helpers
 import pytest
 
+from extras.episodes.conversations import ToolProcess, ToolProcesses
 from plumbing import cli
-from plumbing.turns.conversations import ToolProcess, ToolProcesses
 
 PAGE = (helpers.ROOT / "docs" / "agents.md").read_text()
 FILES = dict(re.findall(r"```python\n# (\w+\.py)\n(.*?)```", PAGE, re.DOTALL))

@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM
 
 import grpo
 import utils
-from plumbing.models import loading, lora
+from extras.lora import add_lora
+from plumbing.models import loading, weights
 from plumbing.models.sharding import Sharding
 
 IDS = torch.tensor([[5, 9, 13, 21, 22, 25]])
@@ -181,10 +182,10 @@ def test_merged_weights(tmp_path, kind):
     )
     plain = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     assert all(
-        torch.equal(lora.merged(t, layer), plain[name])
-        for name, t, layer in lora.base_weights(model)
+        torch.equal(weights.merged(t, layer), plain[name])
+        for name, t, layer in weights.base_weights(model)
     )
-    lora.add_lora(model, grpo.Args(lora_rank=2))
+    add_lora(model, grpo.Args(lora_rank=2))
     other = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float64)
     with torch.no_grad():
         # a new adapter changes nothing
@@ -193,14 +194,15 @@ def test_merged_weights(tmp_path, kind):
             assert parameter.requires_grad == (".lora_" in name)
             if ".lora_B." in name:
                 parameter.normal_()
-        weights = {
-            name: lora.merged(tensor, layer) for name, tensor, layer in lora.base_weights(model)
+        state = {
+            name: weights.merged(tensor, layer)
+            for name, tensor, layer in weights.base_weights(model)
         }
         assert (
-            weights.keys() == plain.keys()
+            state.keys() == plain.keys()
             and (model(IDS).logits - other(IDS).logits).abs().max() > 0.1
         )
-        other.load_state_dict(weights)
+        other.load_state_dict(state)
         torch.testing.assert_close(model(IDS).logits, other(IDS).logits)
 
 

@@ -15,9 +15,9 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as cores
 from tokenizers.pre_tokenizers import ByteLevel
 
+from extras.reward_models import ModelSource
 from plumbing.data import prompts
 from plumbing.models import loading as models
-from plumbing.rewards.reward_models import ModelSource
 from plumbing.rewards.sources import RewardSources
 
 POLICY_TEMPLATE = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}>"

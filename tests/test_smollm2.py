@@ -19,8 +19,8 @@ from helpers import read_lines, refused, write_rows
 
 import utils
 from assets.instructions import KINDS, UNSEEN, instructions
+from extras.verifiers.ifeval import checkers, ifeval
 from plumbing.data.rows import read_rows
-from plumbing.rewards.verifiers import checkers, ifeval
 from plumbing.run.log import RunLog
 
 # ---- prompts -------------------------------------------------------------------------------------

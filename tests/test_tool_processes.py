@@ -14,7 +14,7 @@ import pytest
 from conftest import ROOT
 from helpers import refused
 
-from plumbing.turns.conversations import EnvironmentFailure, ToolError, ToolProcess, ToolProcesses
+from extras.episodes.conversations import EnvironmentFailure, ToolError, ToolProcess, ToolProcesses
 
 TOOLS = '''
 import contextlib, os, random, signal, subprocess, sys, time
@@ -355,7 +355,7 @@ def test_many_at_once_and_nothing_is_left(processes):
 TRAINER = """
 import asyncio, sys
 import torch  # as a trainer does
-from plumbing.turns.conversations import ToolProcess, ToolProcesses
+from extras.episodes.conversations import ToolProcess, ToolProcesses
 
 async def train(process):
     await process.ask("reset", {"secret": 1})

@@ -19,10 +19,10 @@ from tiny_models import make_tokenizer
 from tokenizers import pre_tokenizers
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
+from extras.episodes.templates import FORMS, Turns, warn_once
+from extras.episodes.worker import EnvironmentFailure
 from plumbing.data import mixture as data
 from plumbing.models import loading
-from plumbing.turns.templates import FORMS, Turns, warn_once
-from plumbing.turns.worker import EnvironmentFailure
 
 CHATML = """
 {%- for m in messages %}

@@ -38,8 +38,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grpo
 import utils
-from plumbing.models import loading, lora
-from plumbing.rollout import vllm_engine
+from extras.lora import add_lora
+from extras.vllm import engine as vllm_engine
+from plumbing.models import loading, weights
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
@@ -197,7 +198,7 @@ def test_an_engine_that_raises_says_why(setting, monkeypatch):
     """In a rollout or in a sync, from which on it makes no response."""
     engine, model, tokenizer, _ = setting
     gathered = []
-    gather = lambda *given: gathered.append(1) or lora.merged(*given)
+    gather = lambda *given: gathered.append(1) or weights.merged(*given)
     for owner, name in ((engine.llm.llm_engine, "step"), (engine.llm, "collective_rpc")):
         with monkeypatch.context() as patch:
             patch.setattr(vllm_engine, "merged", gather)
@@ -292,7 +293,7 @@ def test_the_engine_follows_the_weights(setting, lora_rank):
     model = copy.deepcopy(original)
     queries = [tokenizer.encode("12+34=" * 9)] * 4
     if lora_rank:
-        lora.add_lora(model, grpo.Args(lora_rank=lora_rank))
+        add_lora(model, grpo.Args(lora_rank=lora_rank))
     difference = lambda: largest_difference(
         model, queries, *sample(setting, queries, list(range(4)))
     )
@@ -366,7 +367,7 @@ def test_a_stopped_run_goes_on(one, tmp_path, async_steps):
     evaluation meanwhile; an evaluation makes two.
     """
     stopped = variant(one[0], tmp_path, run_name="stopped", async_steps=async_steps)
-    run(stopped, code=75, place="plumbing.rollout.vllm_engine.Engine.generate:7:SIGTERM")
+    run(stopped, code=75, place="extras.vllm.engine.Engine.generate:7:SIGTERM")
     done = run({**stopped, "resume": True})
     assert "goes on after step 2" in done.out and len(metrics_of(stopped)) == 5
     if not async_steps:
@@ -523,7 +524,7 @@ def test_a_model_that_reads_images_samples_text(tmp_path, monkeypatch):
     made = sample((engine, model, None, args), [[5, 6, 7], [8]], [1, 2])
     assert largest_difference(model, [[5, 6, 7], [8]], *made) < 1e-4
     monkeypatch.setattr(
-        vllm_engine, "base_weights", lambda model: list(lora.base_weights(model))[:9]
+        vllm_engine, "base_weights", lambda model: list(weights.base_weights(model))[:9]
     )
     engine.sync(model, 0)
     assert "of its weights are none of the trained model's" in failure_of(engine)

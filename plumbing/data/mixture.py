@@ -103,7 +103,7 @@ def load_prompts(
         args: --prompt_column, --answer_column, --max_prompt_length, --max_response_length and `flags`.
         check_reference: returns why nothing can score a row, see
             `plumbing.rewards.sources.check_reference`.
-        conversations: plumbing.turns.conversations.Conversations, with --tools or --environment.
+        conversations: extras.episodes.conversations.Conversations, with --tools or --environment.
         stop_ids: of rows to learn from, which no source scores; [] for their prompts alone.
         held_out: read the rows that --eval_share holds out, or the others; None for all.
     Returns:

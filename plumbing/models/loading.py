@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-from plumbing.models.lora import add_lora, forward_without_lora
 from utils import exit_on_error, fail, find_hub, say, warn
 
 
@@ -536,6 +535,14 @@ def recomputed(forward: Callable, *args, **options):
     return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **options)
 
 
+def add_adapter(model: torch.nn.Module, args) -> None:
+    """Give a model that trains the adapter of --lora_rank, if the flag asks for one."""
+    if args.lora_rank:
+        from extras.lora import add_lora
+
+        add_lora(model, args)
+
+
 def load_policy(
     args, make_policy: Callable, checkpoint: str | None, precision: Precision, sharding
 ) -> tuple:
@@ -549,8 +556,7 @@ def load_policy(
     """
     name = args.model if args.lora_rank else checkpoint or args.model
     model = load_model("--model", name, precision.base_dtype(args), sharding.load_device)
-    if args.lora_rank:
-        add_lora(model, args)
+    add_adapter(model, args)
     policy = make_policy(model)
     check_head(f"--model {args.model}", model, policy.logits)
     return policy, sharding.wrap(policy)
@@ -583,6 +589,8 @@ def load_policy_and_reference(
     if not args.kl_coef:
         return policy, wrapped, None, saved_models
     if args.lora_rank and not args.ref_model:
+        from extras.lora import forward_without_lora
+
         return policy, wrapped, functools.partial(forward_without_lora, policy), saved_models
     flag = "--ref_model" if args.ref_model else "--model"
     name = args.ref_model or args.model

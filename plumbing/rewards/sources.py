@@ -20,17 +20,19 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from multiprocessing.util import Finalize
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pebble.pool.process import interpreter_shutdown
 
 from plumbing.data.prompts import is_filled
 from plumbing.data.rows import Row
-from plumbing.rewards.reward_models import ModelSource
-from plumbing.rewards.verifiers import VERIFIERS
+from plumbing.rewards import verifiers
 from plumbing.rewards.workers import Workers, call_function
 from plumbing.user_code import SECONDS_TO_LOAD
 from utils import exit_on_error, fail, first_line, warn
+
+if TYPE_CHECKING:  # imported where a flag asks for them
+    from extras.reward_models import ModelSource
 
 # Score; the square of a larger one would not fit into float32, and its advantage become 0.
 LARGEST = 1e18
@@ -82,7 +84,7 @@ def kind_of(name: str) -> str:
     """
     if name == "episode":
         return name
-    if name in VERIFIERS:
+    if name in verifiers.NAMES:
         return "verifier"
     if name.startswith(("http://", "https://")):
         return "server"
@@ -96,11 +98,15 @@ def check_name(name: str) -> None:
     """
     if kind_of(name) == "model" and not os.path.isdir(name) and name.count("/") != 1:
         others = "path/to/file.py:function, a reward model's folder or hub name, or a server's http:// address"
-        fail(f"--reward {name}: there is no such reward; use {', '.join(VERIFIERS)}, {others}")
-    if name in VERIFIERS and importlib.util.find_spec(package := VERIFIERS[name].package) is None:
-        fail(f"--reward {name}: requires the package {package} (pip install {package})")
+        fail(
+            f"--reward {name}: there is no such reward; use {', '.join(verifiers.NAMES)}, {others}"
+        )
+    if kind_of(name) == "verifier":
+        package = verifiers.verifier(name).package
+        if importlib.util.find_spec(package) is None:
+            fail(f"--reward {name}: requires the package {package} (pip install {package})")
     if name == "code":
-        from plumbing.rewards import sandbox
+        from extras.verifiers import sandbox
 
         with exit_on_error("--reward code"):
             missing = sandbox.open_limits()
@@ -125,9 +131,9 @@ def check_reference(where: str, row: Row, args) -> str:
     Exit with code 2 if the row has no answer, and a source needs one.
     """
     for name, weight in zip(args.reward, reward_weights(args)):
-        verifier = VERIFIERS.get(name)
-        if verifier is None or not is_scored_by(row, name):
+        if kind_of(name) != "verifier" or not is_scored_by(row, name):
             continue
+        verifier = verifiers.verifier(name)
         if verifier.column == "answer" and not is_filled(row["answer"]):
             fail(
                 f"{where}: has no answer, which --reward {name} needs; --answer_column names one of "
@@ -165,7 +171,9 @@ class RewardSources:
         # and what it holds; a request to a server needs a thread only.
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         count = args.reward_workers or max(1, (os.cpu_count() or 1) // ranks)
-        packages = [VERIFIERS[name].package for name in args.reward if name in VERIFIERS]
+        packages = [
+            verifiers.verifier(name).package for name in args.reward if kind_of(name) == "verifier"
+        ]
         self.workers = {
             "verifier": Workers(count, packages),
             "function": Workers(1),
@@ -176,12 +184,14 @@ class RewardSources:
         self.lock = threading.Lock()  # of what rollouts share that end at the same time
         # Its "step" is that of the run once there is one, see Rollouts; a server knows none.
         self.state: dict = {"step": 0} if tokenizer else {}
-        self.sources: dict[str, Source | ModelSource] = {}
-        self.models: dict[str, ModelSource] = {}
+        self.sources: dict[str, "Source | ModelSource"] = {}
+        self.models: dict[str, "ModelSource"] = {}
         for name in args.reward:
             check_name(name)
             kind = kind_of(name)
             if kind == "model":
+                from extras.reward_models import ModelSource
+
                 self.models[name] = self.sources[name] = ModelSource(name, tokenizer)
             else:
                 self.sources[name] = SOURCES[kind](name, args.timeout, self.workers.get(kind))
@@ -359,7 +369,7 @@ class VerifierSource(Source):
 
     def __init__(self, name: str, timeout: float, workers: Workers):
         super().__init__(name, timeout, workers)
-        self.verifier = VERIFIERS[name]
+        self.verifier = verifiers.verifier(name)
         self.check = self.verifier.check
         self.most = self.verifier.calls_a_job
         self.limit = min(timeout, self.verifier.limit)

@@ -28,8 +28,8 @@ from plumbing.models.speed import Decoding
 from plumbing.rewards.sources import RewardSources, Scoring, is_scored_by, reward_weights
 
 if TYPE_CHECKING:  # imported where a flag asks for them
-    from plumbing.rollout.vllm_engine import VllmSampling
-    from plumbing.turns.conversations import Conversation, Conversations
+    from extras.episodes.conversations import Conversation, Conversations
+    from extras.vllm.engine import VllmSampling
 
 # Further rollouts of a step with --filter_groups refill; then it trains on the groups that it has.
 MAX_REFILLS = 9

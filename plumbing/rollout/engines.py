@@ -21,7 +21,7 @@ from plumbing.rollout.batch import Experience, Sampler
 from utils import World, fail
 
 if TYPE_CHECKING:  # imported where a flag asks for them, or by the script
-    from plumbing.rollout.vllm_engine import VllmSampling
+    from extras.vllm.engine import VllmSampling
     from plumbing.run.run import Run
 
 
@@ -46,11 +46,11 @@ def rollout_engine(
             f"--rollout_backend {backend}: vLLM does not return {', '.join(outputs[1:])} (ROLLOUT_OUTPUTS); use hf"
         )
     if backend == "vllm":
-        from plumbing.rollout.vllm_engine import Engine
+        from extras.vllm.engine import Engine
 
         engine = Engine(args, world, precision.compute_dtype)
     if backend == "server":
-        from plumbing.rollout.vllm_servers import Servers
+        from extras.vllm.servers import Servers
 
         engine = Servers(args, world, precision.compute_dtype)
     if world.main:
@@ -113,12 +113,12 @@ def load_conversations(args, tokenizer, stop_ids: list[int]):
     them.
     """
     if args.agent:
-        from plumbing.turns.agents import Agents
+        from extras.episodes.agents import Agents
 
         return Agents(args, tokenizer, stop_ids)
     if not (args.tools or args.environment):
         return None
-    from plumbing.turns.conversations import Conversations
+    from extras.episodes.conversations import Conversations
 
     return Conversations(args, tokenizer, stop_ids)
 

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, VIDEO_PROCESSOR_NAME
 
 from plumbing.models.loading import base_of, check_can_read, find_file, load_model
-from plumbing.models.lora import base_weights
+from plumbing.models.weights import base_weights
 from utils import Optimizer, World, exit_on_error, first_line, full_tensor, say
 
 # dcp's, where `no_dist` asks for just that.

@@ -114,7 +114,7 @@ def conversation_metrics(batch: Batch) -> dict[str, float]:
     """
     if batch.samples[0].conversation is None:
         return {}
-    from plumbing.turns.conversations import STOP_REASONS
+    from extras.episodes.conversations import STOP_REASONS
 
     conversations = [sample.conversation for sample in batch.samples]
     counts = [conversation.metrics() for conversation in conversations]

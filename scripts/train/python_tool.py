@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import sys
 
-from plumbing.rewards import sandbox
+from extras.verifiers import sandbox
 
 SECONDS = 10.0  # of wall clock for a program
 # The sandbox returns what a program prints to stdout, so stderr and exceptions go there, for the

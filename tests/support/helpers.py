@@ -37,8 +37,8 @@ from conftest import PATHS, ROOT
 from safetensors.torch import load_file
 from tiny_models import make_tokenizer
 
-import plumbing.rollout.vllm_engine  # noqa: F401
-import plumbing.turns.conversations  # noqa: F401
+import extras.episodes.conversations  # noqa: F401
+import extras.vllm.engine  # noqa: F401
 from plumbing import cli
 from plumbing.data import prompts
 from plumbing.rewards.sources import Scoring
@@ -202,7 +202,9 @@ def _before(name: str, action) -> None:
     """Make every call of a function call `action(how often)` first: "utils.Optimizer.step"."""
     *path, function = name.split(".")
     rooms = [
-        module for module in sys.modules if re.fullmatch(rf"plumbing\.(\w+\.)?{path[0]}", module)
+        module
+        for module in sys.modules
+        if re.fullmatch(rf"(plumbing|extras)\.(\w+\.)?{path[0]}", module)
     ]
     owner = sys.modules[max(rooms, key=len, default=path[0])]
     for part in path[1:]:

@@ -16,14 +16,14 @@ import aiohttp
 import torch
 from transformers import PreTrainedModel
 
-from plumbing.models.lora import merged
-from plumbing.rollout.vllm_engine import (
+from extras.vllm.engine import (
     Response,
     VllmSampling,
     check_sent,
     policy_steps,
     sent_weights,
 )
+from plumbing.models.weights import merged
 from utils import World, fail, first_line
 
 SERVER_START = 600.0  # seconds in which a server has to answer when a run starts

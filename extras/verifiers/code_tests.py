@@ -32,6 +32,7 @@ from typing import Annotated
 import pydantic
 
 from plumbing.rewards.answers import final_text
+from plumbing.rewards.verifiers import Verifier
 
 # Runs a program and its asserts, then prints a secret, the values of its calls as JSON, and the
 # secret again. The program must not replace what checks it, so a name in the asserts is looked up
@@ -166,7 +167,7 @@ def code(response: str, answer, seconds: float = 24.0) -> float:
 
     Raise an exception for tests of another form, and if no program can be run.
     """
-    from plumbing.rewards import sandbox
+    from extras.verifiers import sandbox
 
     # PR_SET_DUMPABLE: no program looks into this process, which knows the outputs
     sandbox.libc.prctl(4, 0, 0, 0, 0)
@@ -243,3 +244,6 @@ def same_words(words: list[str], expected: list[str]) -> bool:
         )
     except ValueError:  # more or fewer words, or one that is not a number
         return False
+
+
+VERIFIER = Verifier(code, "answer", read=read_tests)

@@ -1,12 +1,8 @@
-"""LoRA adapters, and a model's weights without or with its adapter, under the names of a model that
-has none.
-"""
+"""LoRA adapters, by peft."""
 
 import os
 
 import torch
-
-from utils import full_tensor
 
 
 def add_lora(model: torch.nn.Module, args) -> None:
@@ -49,34 +45,3 @@ def forward_without_lora(policy: torch.nn.Module, *inputs, **options):
         return policy(*inputs, **options)
     finally:
         policy.model.enable_adapters()
-
-
-def base_weights(model: torch.nn.Module) -> list[tuple]:
-    """Return the weights of a model without its adapter, under the names that they have in a model
-    without one.
-
-    Returns:
-        (name, tensor, LoRA layer of the tensor or None), to be passed to `merged`. Tied weights are
-        there twice.
-    """
-    layers = {
-        f"{name}.base_layer.weight": x for name, x in model.named_modules() if hasattr(x, "lora_A")
-    }
-    return [
-        (name.replace(".base_layer.", "."), tensor, layers.get(name))
-        for name, tensor in model.state_dict().items()
-        if ".lora_" not in name
-    ]
-
-
-@torch.no_grad()
-def merged(tensor: torch.Tensor, layer) -> torch.Tensor:
-    """Return one of `base_weights` as a full tensor, plus the product of its adapter, in float32 or
-    better; a collective if it is sharded.
-
-    (peft would merge in place, and all weights at once.)
-    """
-    tensor = full_tensor(tensor)
-    if layer is None:
-        return tensor
-    return tensor + full_tensor(layer.get_delta_weight("default"))

@@ -13,11 +13,11 @@ import torch
 from transformers import PreTrainedModel
 
 from plumbing.models import loading
-from plumbing.models.lora import base_weights, merged
+from plumbing.models.weights import base_weights, merged
 from plumbing.tasks import run_all
 from utils import World, fail, first_line
 
-WATCH = "plumbing.rollout.vllm_engine.WeightWatch"  # vLLM's worker_extension_cls
+WATCH = "extras.vllm.engine.WeightWatch"  # vLLM's worker_extension_cls
 # Token ids up to and including a stop token; by name, an output of each.
 Response = tuple[list[int], dict[str, list]]
 CPU_SETTINGS = {  # of vLLM's CPU build, on which the tests run

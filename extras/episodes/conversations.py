@@ -28,13 +28,13 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers.generation.stopping_criteria import StopStringCriteria
 
+from extras.episodes import worker
+from extras.episodes.templates import Call, Turns
+from extras.episodes.worker import EnvironmentFailure, ToolError
 from plumbing.data.prompts import CUT, guarded
 from plumbing.data.rows import Row
 from plumbing.rewards.sources import reward_weights
 from plumbing.tasks import run_all
-from plumbing.turns import worker
-from plumbing.turns.templates import Call, Turns
-from plumbing.turns.worker import EnvironmentFailure, ToolError
 from plumbing.user_code import SECONDS_TO_LOAD
 from utils import ROOT, exit_on_error, fail, generator, warn
 
@@ -77,7 +77,7 @@ class ToolProcesses:
         if self.parent is None or self.parent.poll() is not None:
             self.control, of_parent = socket.socketpair()
             given = of_parent.fileno(), self.tools, self.environment
-            code = f"from plumbing.turns import worker; worker.fork_processes{given}"
+            code = f"from extras.episodes import worker; worker.fork_processes{given}"
             with of_parent:
                 self.parent = subprocess.Popen(
                     [sys.executable, "-c", f"import sys; sys.path.append({ROOT!r}); {code}"],

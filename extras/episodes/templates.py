@@ -18,8 +18,8 @@ from typing import Callable
 import yaml
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
+from extras.episodes.worker import EnvironmentFailure
 from plumbing.data.prompts import Text, encode_texts, for_template, guarded, hidden
-from plumbing.turns.worker import EnvironmentFailure
 from utils import first_line, warn
 
 Call = tuple[str, dict]  # name and arguments

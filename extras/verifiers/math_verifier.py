@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from plumbing.rewards.answers import BOX, final_text, gold_answer, last_box
+from plumbing.rewards.verifiers import Verifier
 
 LIMIT = 5.0  # seconds
 LONGEST = 500  # characters of an answer that is read as a formula
@@ -341,3 +342,6 @@ def close(one, other) -> bool:
             other = other.evalf()
             return bool(abs(one - other) <= 1e-5 * max(abs(one), abs(other)))
     return True
+
+
+VERIFIER = Verifier(math, "answer", "math_verify", limit=LIMIT, read=reference_text)
