@@ -63,7 +63,7 @@ from plumbing.rollout.batch import (
     forward_tokens,
 )
 from plumbing.run import evaluation
-from plumbing.run.ranks import record
+from plumbing.run.ranks import report_errors
 from plumbing.run.run import Run
 
 CHUNK_TOKENS = 256  # response tokens whose logits are held at once
@@ -377,7 +377,6 @@ def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) ->
     return Experience(batch, batch, metrics, sum(batch.lengths), state, unscored="")
 
 
-@record
 def main(args: Args) -> None:
     # ---- setting up: processes, data, rewards ----
     world = utils.setup_processes()
@@ -511,4 +510,5 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(cli.parse(Args))
+    with report_errors():
+        main(cli.parse(Args))

@@ -50,7 +50,7 @@ from plumbing.data.mixture import SHORT, count_steps, stream, take_prompts, with
 from plumbing.data.rows import first_rows, read_rows, split_of
 from plumbing.models import loading
 from plumbing.models.sharding import Sharding, set_gradient_sync
-from plumbing.run.ranks import record
+from plumbing.run.ranks import report_errors
 from plumbing.run.run import Run
 
 # Token ids of prompt and response, in a pair as `load_pairs` makes it.
@@ -161,7 +161,7 @@ def read_pair(where: str, row: dict) -> list[tuple]:
     """Return the two sides of a row, chosen and rejected: (prompt (text, messages or None), the
     response as a message) each.
 
-    Exit with code 2, naming the row, if a side is missing or the two are equal.
+    Raise a UserError, naming the row, if a side is missing or the two are equal.
     """
     if "response" in row and "sort" in row:  # PaddleNLP's form
         responses = row["response"]
@@ -172,11 +172,11 @@ def read_pair(where: str, row: dict) -> list[tuple]:
         if reference is not None or not all(
             isinstance(x, list) and len(x) == 2 for x in (responses, sort)
         ):
-            utils.fail(
+            raise utils.UserError(
                 f"{where}: src requires one turn more than tgt, response and sort two entries each"
             )
         if not all(map(is_number, sort)) or sort[0] == sort[1]:
-            utils.fail(
+            raise utils.UserError(
                 f"{where}: sort must be two different numbers, the higher for the chosen response, not {sort}"
             )
         chosen = int(sort[1] > sort[0])
@@ -192,7 +192,7 @@ def read_pair(where: str, row: dict) -> list[tuple]:
         # Messages: the last turn is the response, the others belong to the prompt.
         if isinstance(response, list):
             if not prompts.is_turn_of_assistant(response):
-                utils.fail(
+                raise utils.UserError(
                     f"{where}: messages of the {name} side have to end with a turn of the assistant"
                 )
             *before, response = response
@@ -201,10 +201,10 @@ def read_pair(where: str, row: dict) -> list[tuple]:
         elif isinstance(response, str):
             response = {"role": "assistant", "content": response}
         if not isinstance(response, dict) or not prompts.says_something(where, response):
-            utils.fail(f"{where}: has no {name} response")
+            raise utils.UserError(f"{where}: has no {name} response")
         sides.append((before or prompt, response))  # the whole conversation, if there is one
     if sides[0] == sides[1]:
-        utils.fail(f"{where}: the chosen and the rejected response are the same")
+        raise utils.UserError(f"{where}: the chosen and the rejected response are the same")
     return sides
 
 
@@ -214,14 +214,16 @@ def make_pair(
     """Return a pair of a row at a place, for `encode_rows`: see `load_pairs`."""
     margin = 0.0 if row.get("margin") is None else row["margin"]
     if not is_number(margin):
-        utils.fail(f"{at}: margin must be a number, not {str(margin)[:60]!r}")
+        raise utils.UserError(f"{at}: margin must be a number, not {str(margin)[:60]!r}")
     subset = None if row.get("subset") is None else str(row["subset"])
     pair: dict[str, Any] = {"prompt": "", "margin": margin, "subset": subset, "problem": ""}
     tools = prompts.tools_of(at, row)
     for side, (prompt, turn) in zip(SIDES, read_pair(at, row)):
         if prompt is None:
             if others := turn.keys() - {"role", "content"}:
-                utils.fail(f"{at}: has {', '.join(sorted(others))}, and no prompt before it")
+                raise utils.UserError(
+                    f"{at}: has {', '.join(sorted(others))}, and no prompt before it"
+                )
             text = prompts.render_response(at, turn["content"], tokenizer, stop_ids, special=True)
             pair[side] = [text]
         else:
@@ -351,7 +353,6 @@ def load_scorer(
     return scorer
 
 
-@record
 def main(args: Args) -> None:
     # ---- setting up ----
     world = utils.setup_processes()
@@ -438,4 +439,5 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(cli.parse(Args))
+    with report_errors():
+        main(cli.parse(Args))

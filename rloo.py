@@ -68,7 +68,7 @@ from plumbing.rollout.batch import (
 )
 from plumbing.rollout.kv_cache import expand_cache
 from plumbing.run import evaluation
-from plumbing.run.ranks import record
+from plumbing.run.ranks import report_errors
 from plumbing.run.run import Run
 
 CHUNK_TOKENS = 512  # response tokens whose logits are held at once
@@ -718,7 +718,6 @@ def policy_metrics(total: dict[str, float], scores: Tensor, kl_coef: float) -> d
     }
 
 
-@record
 def main(args: Args) -> None:
     # ---- setting up: processes, data, rewards ----
     world = utils.setup_processes()
@@ -905,4 +904,5 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(cli.parse(Args))
+    with report_errors():
+        main(cli.parse(Args))

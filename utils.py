@@ -17,7 +17,7 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Callable, NoReturn
+from typing import Callable
 
 import numpy as np
 import torch
@@ -51,18 +51,21 @@ def one_line(message: str) -> str:
     return re.sub(r"[\0-\x1f\x7f-\x9f]+", " ", message)
 
 
-def fail(message: str, local: bool = False) -> NoReturn:
-    """Print one line on stderr and exit with code 2, for a reason that the user can mend.
+class UserError(Exception):
+    """A reason that the user can mend: a flag, or a file and its row, and what to do. A command
+    prints it as one line and exits with code 2 (plumbing/run/ranks.py).
 
-    All ranks of a node are assumed to fail alike, and one prints for them, unless the reason is
-    `local` to this rank.
+    All ranks of a node are assumed to raise it alike, and one prints it for them, unless the reason
+    is `local` to this rank.
     """
-    if local or os.environ.get("LOCAL_RANK", "0") == "0":
-        message = one_line(message)
-        if len(message) > 1000:
-            message = f"{message[:500]} ... {message[-400:]}"
-        tqdm.write(f"error: {message}", sys.stderr)
-    sys.exit(2)
+
+    def __init__(self, message: str, local: bool = False):
+        super().__init__(message)
+        self.local = local
+
+
+class Interrupted(Exception):
+    """SIGTERM or SIGINT came, and the run stops; a command exits with code 75 then."""
 
 
 def say(message: str) -> None:
@@ -141,18 +144,18 @@ class World:
             dist.barrier(group=self.group)
 
     def on_main(self, act: Callable, *args, **options):
-        """Call a function on rank 0 alone, and return on all ranks what it returns; if it exits, all
-        ranks exit.
+        """Call a function on rank 0 alone; on all ranks return what it returns, or raise the
+        UserError that it raises.
         """
-        result = code = None
+        result = error = None
         if self.main:
             try:
                 result = act(*args, **options)
-            except SystemExit as end:
-                code = end.code
-        result, code = self.all_gather([(result, code)])[0]
-        if code is not None:
-            sys.exit(code)
+            except UserError as raised:
+                error = raised
+        result, error = self.all_gather([(result, error)])[0]
+        if error is not None:
+            raise error
         return result
 
 
@@ -173,7 +176,9 @@ def setup_processes() -> World:
         local = int(os.environ.get("LOCAL_RANK", "0"))
         gpus = torch.cuda.device_count()
         if local >= gpus:
-            fail(f"torchrun --nproc_per_node: starts more processes than there are GPUs, {gpus}")
+            raise UserError(
+                f"torchrun --nproc_per_node: starts more processes than there are GPUs, {gpus}"
+            )
         device = torch.device("cuda", local)
         torch.cuda.set_device(device)
     if "RANK" in os.environ:
@@ -206,18 +211,19 @@ def first_line(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def exit_on_error(flag: str):
-    """Report an error that a library raises while it loads what a flag names: one line, exit code
-    2.
+def as_user_error(flag: str):
+    """Turn an error that a library raises while it loads what a flag names into a UserError.
 
     Args:
         flag: with its value, such as "--model Qwen/Qwen2.5-7B".
     """
     try:
         yield
+    except UserError:
+        raise
     except Exception as error:
         # Files of any content: transformers, tokenizers and datasets raise errors of any type.
-        fail(f"{flag}: {first_line(error)}")
+        raise UserError(f"{flag}: {first_line(error)}") from error
 
 
 @functools.cache
@@ -317,7 +323,7 @@ class Optimizer:
                     f"{name} {self.updates}: its loss or gradient is not finite, so it changes no weight"
                 )
         if self.skipped_in_a_row > self.MAX_SKIPPED:
-            fail(
+            raise UserError(
                 f"--{self.prefix}learning_rate {self.peak}: the gradient was not finite in {self.skipped_in_a_row} "
                 "updates in a row; resume from the last checkpoint with a lower one"
             )

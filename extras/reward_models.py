@@ -16,7 +16,7 @@ from plumbing.data.prompts import (
     render_response,
 )
 from plumbing.models import loading
-from utils import World, fail, first_line, micro_batches, warn
+from utils import UserError, World, first_line, micro_batches, warn
 
 
 class ModelSource:
@@ -36,14 +36,14 @@ class ModelSource:
     warned = False
 
     def __init__(self, name: str, tokenizer):
-        """Exit with code 2 if `name` is not a reward model, or cannot read what the policy of
+        """Raise a UserError if `name` is not a reward model, or cannot read what the policy of
         `tokenizer` writes; None is for a server, which does not know the policy.
         """
         self.name = name
         self.tokenizer = loading.read_tokenizer("--reward", name)
         config, trained = loading.scalar_config("--reward", name)
         if not trained:
-            fail(
+            raise UserError(
                 f"--reward {name}: is not a reward model, as it has no head for a score (see reward_model.py)"
             )
         limit = getattr(config.get_text_config(), "max_position_embeddings", None)
@@ -62,7 +62,7 @@ class ModelSource:
             self.unknown = ours - theirs
         elif difference:
             if tokenizer.chat_template and not self.tokenizer.chat_template:
-                fail(
+                raise UserError(
                     f"--reward {name}: its vocabulary {difference}, and it has no chat template to read text by"
                 )
             warn(f"--reward {name}: reads text, as its vocabulary {difference}")

@@ -21,7 +21,7 @@ from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveInt, TypeAdapte
 from pydantic.dataclasses import dataclass
 
 from plumbing.data import rows
-from utils import exit_on_error, fail, warn
+from utils import UserError, as_user_error, warn
 
 # Of a server, such as http://10.0.0.2:8000.
 ADDRESS = r"https?://(\[[\da-fA-F:]+\]|[^\s/:]+)(:\d+)?(/\S*)?"
@@ -48,8 +48,8 @@ def parse(cls: type, line: list[str] | None = None):
     Args:
         line: the arguments after the program's name; None for those of this process.
     Raises:
-        SystemExit: with code 2, after a message that names the flag (printed by one rank of a
-            node).
+        UserError: for a rule that the flags break.
+        SystemExit: with code 2, after tyro's message (printed by one rank of a node).
     """
     line = sys.argv[1:] if line is None else line
     description = sys.modules[cls.__module__].__doc__
@@ -59,7 +59,7 @@ def parse(cls: type, line: list[str] | None = None):
     silent = os.environ.get("LOCAL_RANK", "0") != "0"  # only the first rank of a node prints
     with contextlib.redirect_stderr(io.StringIO() if silent else sys.stderr):
         if line[:1] and line[0].endswith((".json", ".yaml")):
-            fail(f"{line[0]}: a file of flags is given by --config {line[0]}")
+            raise UserError(f"{line[0]}: a file of flags is given by --config {line[0]}")
         try:
             args = read()
         except SystemExit:
@@ -92,21 +92,19 @@ def from_file(cls: type, path: str) -> dict:
     """Return the flags of a .json or .yaml file, {"learning_rate": 1e-6, ...}, or of the args.json
     of a run.
     """
-    with exit_on_error(f"--config {path}"), open(path) as file:
+    with as_user_error(f"--config {path}"), open(path) as file:
         values = json.load(file) if path.endswith(".json") else yaml.safe_load(file)
         if isinstance(values, dict) and "args" in values:
             values = getattr(cls, "from_run", dict)(values["args"])
     rows.validate(f"--config {path}", values, TypeAdapter(cls))
     for name in values.keys() - cls.__dataclass_fields__:
-        fail(f"--config {path}: there is no flag {name!r}")
+        raise UserError(f"--config {path}: there is no flag {name!r}")
     return values
 
 
 def check_rules(args) -> None:
-    """Exit with code 2 for flags that break a rule of their classes, after a line with their
-    values; print warnings.
-    """
-    for table, report in (("RULES", fail), ("WARNINGS", warn)):
+    """Raise a UserError for flags that break a rule of their classes; print warnings."""
+    for table in ("RULES", "WARNINGS"):
         for cls in reversed(type(args).__mro__):
             for message, holds in vars(cls).get(table, {}).items():
                 if not holds(args):
@@ -115,7 +113,10 @@ def check_rules(args) -> None:
                         for name in re.findall(r"--(\w+)", message)
                         if hasattr(args, name)
                     ]
-                    report(f"{message} ({', '.join(values)})")
+                    message = f"{message} ({', '.join(values)})"
+                    if table == "RULES":
+                        raise UserError(message)
+                    warn(message)
 
 
 @dataclass

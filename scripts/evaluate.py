@@ -65,7 +65,7 @@ from plumbing.rollout import engines
 from plumbing.rollout.batch import Batch, Sampler, unscored
 from plumbing.run import evaluation, resume
 from plumbing.run.log import append, as_logged, read_args, replace_file
-from plumbing.run.ranks import Interrupt, record
+from plumbing.run.ranks import Interrupt, report_errors
 
 PROMPTS_AT_ONCE = 256  # between two moves of the progress bar
 
@@ -118,7 +118,7 @@ class Args(
         run = resume.run_of(model)
         if run is None:
             return {}
-        with utils.exit_on_error(f"--model {model}"):
+        with utils.as_user_error(f"--model {model}"):
             flags = read_args(run).get("args", {})
         taken = {name: flags[name] for name in cls.FROM_RUN if name in flags}
         print(f"defaults by {run}/args.json: {taken}; --config takes its other flags, too")
@@ -214,7 +214,6 @@ def measure(table: pandas.DataFrame, n: int, columns: list[str]) -> dict[str, di
     return results
 
 
-@record
 def main(args: Args) -> None:
     # ---- setting up: data, rewards, model ----
     world = utils.setup_processes()
@@ -224,8 +223,8 @@ def main(args: Args) -> None:
     name = args.run_name or f"evaluate__{model}__{Path(args.dataset).name}__{args.seed}"
     folder = Path(args.output_dir, name)
     if folder.exists():
-        utils.fail(f"--run_name {name}: {folder} exists; choose another name")
-    with utils.exit_on_error(f"--output_dir {args.output_dir}"):  # now, as the samples take hours
+        raise utils.UserError(f"--run_name {name}: {folder} exists; choose another name")
+    with utils.as_user_error(f"--output_dir {args.output_dir}"):  # now, as the samples take hours
         folder.parent.mkdir(parents=True, exist_ok=True)
     n = args.samples if args.temperature else 1
     tokenizer, stop_ids = loading.load_tokenizer_and_stop_ids(args)
@@ -287,14 +286,14 @@ def main(args: Args) -> None:
         part = prompts.skip(first).take(PROMPTS_AT_ONCE)
         batch = sampler.rollout(part, n if args.temperature else 0, key)
         if batch is None:
-            utils.fail(f"--backend {args.backend}: {engine.failure}")
+            raise utils.UserError(f"--backend {args.backend}: {engine.failure}")
         samples += batch.samples
 
     # ---- results ----
     batch = Batch.from_samples(samples, batch.stopped.device)
     table = sample_table(batch, reward_sources, n)
     if reason := unscored(batch, reward_sources, args):
-        utils.fail(f"--reward: no response got a score ({reason})")
+        raise utils.UserError(f"--reward: no response got a score ({reason})")
     missing = {name: int(scores.isnan().sum()) for name, scores in batch.reward_components.items()}
     columns = [*missing, "stopped", "tokens"]
     by_dataset = table.groupby("dataset", sort=False)
@@ -322,4 +321,5 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(cli.parse(Args))
+    with report_errors():
+        main(cli.parse(Args))

@@ -36,12 +36,14 @@ from pydantic.dataclasses import dataclass
 from transformers import AutoConfig, PreTrainedModel
 
 import utils
+from extras.vllm import engine as vllm_engine
 from plumbing import cli
 from plumbing.models import loading, sharding
 from plumbing.models.weights import base_weights, merged
 from plumbing.rewards.sources import kind_of
-from plumbing.rollout import engines, vllm_engine
+from plumbing.rollout import engines
 from plumbing.run import evaluation, ranks, run
+from plumbing.run.ranks import report_errors
 
 BYTES_OF_A_GB = 1.06e9  # in a GPU's name: an H100 of 80 GB has 84.9e9
 RESERVE = 5e9  # bytes
@@ -194,7 +196,7 @@ def shorten(args, gpus, folder):
     on.
     """
     if found := re.search(NOT_FOLLOWED, str(args)):
-        utils.fail(f"--{found[0]}: scripts/memory.py cannot follow it")
+        raise utils.UserError(f"--{found[0]}: scripts/memory.py cannot follow it")
     given = defaultdict(int, vars(args))
     query = given["max_prompt_length"]
     response = given["max_response_length"]
@@ -228,7 +230,7 @@ def main():
     with (
         tempfile.TemporaryDirectory() as folder,
         contextlib.redirect_stdout(io.StringIO()),
-        utils.exit_on_error(f"{options.script}"),
+        utils.as_user_error(f"{options.script}"),
         memory,
     ):
         sys.path.insert(0, f"{options.script.parent}")
@@ -260,4 +262,5 @@ def main():
 memory = Memory()
 
 if __name__ == "__main__":
-    main()
+    with report_errors():
+        main()

@@ -9,6 +9,7 @@ import tyro
 
 import utils
 from plumbing.run.log import plot_curves, read_log
+from plumbing.run.ranks import report_errors
 
 
 def run_names(folders: list[str]) -> list[str]:
@@ -40,15 +41,18 @@ def main(
         output: The picture to write: .png, .pdf or .svg.
         metrics: Names from metrics.jsonl to draw; default: the main ones that the runs have.
     """
-    with utils.exit_on_error("RUNS"):
+    with utils.as_user_error("RUNS"):
         rows = {name: read_metrics(run) for name, run in zip(run_names(runs), runs)}
     known = {key for table in rows.values() for row in table for key in row}
     if unknown := {*metrics} - known:
-        utils.fail(f"--metrics {' '.join(unknown)}: the runs have {', '.join(sorted(known))}")
-    with utils.exit_on_error(f"--output {output}"):
+        raise utils.UserError(
+            f"--metrics {' '.join(unknown)}: the runs have {', '.join(sorted(known))}"
+        )
+    with utils.as_user_error(f"--output {output}"):
         plot_curves(rows, output, metrics)
     print(output)
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    with report_errors():
+        tyro.cli(main)

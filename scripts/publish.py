@@ -11,7 +11,8 @@ from huggingface_hub import ModelCard, ModelCardData, create_repo, upload_folder
 from plot import read_metrics
 
 from plumbing.run.log import CURVES, read_args, without_secrets
-from utils import exit_on_error, fail
+from plumbing.run.ranks import report_errors
+from utils import UserError, as_user_error
 
 CARD = """---
 {{ card_data }}
@@ -47,10 +48,10 @@ def main(run: tyro.conf.Positional[str], model: tyro.conf.Positional[str]):
     """
     final = f"{run}/final"
     if not os.path.isdir(final):
-        fail(f"RUN {run}: has no final/, which a run leaves at its end")
-    with exit_on_error(f"RUN {run}"):
+        raise UserError(f"RUN {run}: has no final/, which a run leaves at its end")
+    with as_user_error(f"RUN {run}"):
         card(run, model).save(f"{final}/README.md")
-    with exit_on_error(f"MODEL {model}"):
+    with as_user_error(f"MODEL {model}"):
         address = create_repo(model, exist_ok=True)
         # Weights that the repository had before would be loaded in place of the new ones if their
         # files differ in name.
@@ -81,4 +82,5 @@ def card(run: str, name: str) -> ModelCard:
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    with report_errors():
+        tyro.cli(main)

@@ -25,6 +25,7 @@ from plumbing.run.log import (
     replace_file,
     without_secrets,
 )
+from plumbing.run.ranks import report_errors
 
 SAMPLE_BYTES = 6_000_000  # most of the samples in a page, all runs together
 # Flags that runs of a group differ by.
@@ -39,9 +40,9 @@ def main(runs: tyro.conf.Positional[tuple[str, ...]], output: str = "report.html
         runs: Run folders. Runs that differ by their seed alone share a curve, with a band.
         output: The page to write.
     """
-    with utils.exit_on_error("RUNS"):
+    with utils.as_user_error("RUNS"):
         text = page(list(dict.fromkeys(map(os.path.normpath, runs))))
-    with utils.exit_on_error(f"--output {output}"):
+    with utils.as_user_error(f"--output {output}"):
         replace_file(output, text)
     print(output)
 
@@ -115,4 +116,5 @@ def read_samples(folder: str, name: str, size: int) -> list[dict]:
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    with report_errors():
+        tyro.cli(main)

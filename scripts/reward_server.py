@@ -33,6 +33,7 @@ from plumbing.cli import Port, PositiveInt, RewardArgs, Seconds
 from plumbing.data import prompts
 from plumbing.models import loading
 from plumbing.rewards import sources
+from plumbing.run.ranks import report_errors
 
 
 @dataclass
@@ -130,8 +131,8 @@ def make_app(scorer: Scorer) -> FastAPI:
     def score(request: Request) -> dict:
         try:
             scores = scorer.score(request)
-        except SystemExit as error:  # by utils.fail
-            raise HTTPException(400, "the server's output says what is wrong with a row") from error
+        except utils.UserError as error:
+            raise HTTPException(400, str(error)) from error
         return {"error_code": 0, "error_msg": "Success", "score": scores}
 
     @app.get("/health")
@@ -143,7 +144,7 @@ def make_app(scorer: Scorer) -> FastAPI:
 
 
 def main(args: Args) -> None:
-    with utils.exit_on_error(f"--host {args.host} --port {args.port}"):
+    with utils.as_user_error(f"--host {args.host} --port {args.port}"):
         require_key(args.host, "REWARD_API_KEY")
         family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
         # Clients wait until models are loaded.
@@ -158,4 +159,5 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(cli.parse(Args))
+    with report_errors():
+        main(cli.parse(Args))

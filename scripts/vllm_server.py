@@ -25,9 +25,10 @@ from pydantic.dataclasses import dataclass
 from server_key import require_key
 
 import utils
+from extras.vllm import engine as vllm_engine
 from plumbing import cli
 from plumbing.cli import NonNegativeFloat, Port
-from plumbing.rollout import vllm_engine
+from plumbing.run.ranks import report_errors
 
 
 @dataclass
@@ -53,7 +54,7 @@ class Args:
 
 
 def main(args: Args, others: list[str]) -> None:
-    with utils.exit_on_error(f"--host {args.host}"):
+    with utils.as_user_error(f"--host {args.host}"):
         require_key(args.host, "VLLM_API_KEY")
     options = {
         "model": args.model,
@@ -87,4 +88,5 @@ def main(args: Args, others: list[str]) -> None:
 if __name__ == "__main__":
     words = sys.argv[1:]
     end = words.index("--") if "--" in words else len(words)
-    main(cli.parse(Args, words[:end]), words[end + 1 :])
+    with report_errors():
+        main(cli.parse(Args, words[:end]), words[end + 1 :])

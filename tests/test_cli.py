@@ -21,6 +21,7 @@ import ppo
 import reward_model
 import rloo
 from plumbing import cli
+from plumbing.run.ranks import report_errors
 
 SCRIPTS = {
     "grpo": grpo,
@@ -44,7 +45,7 @@ def parse(line: str):
 
 def refused(capsys, line: str) -> str:
     """Return what a command line that is refused prints."""
-    with pytest.raises(SystemExit) as end:
+    with pytest.raises(SystemExit) as end, report_errors():
         parse(line)
     out, err = capsys.readouterr()
     assert end.value.code == 2 and not out
@@ -128,7 +129,7 @@ def test_the_system_prompt_goes_by_the_first_reward(reward, capsys):
 def test_one_rank_of_a_node_speaks(monkeypatch, capsys):
     monkeypatch.setenv("LOCAL_RANK", "1")
     for line in ("grpo --kl_coef -1", "grpo --kl_ceof 1", "grpo --total_episodes 3"):
-        with pytest.raises(SystemExit) as end:
+        with pytest.raises(SystemExit) as end, report_errors():
             parse(line)
         assert end.value.code == 2 and capsys.readouterr() == ("", "")
 

@@ -278,9 +278,9 @@ def test_what_ends_coroutines_that_run_in_the_engine():
         how()
 
     def leave() -> None:
-        utils.fail("--environment: it exits")
+        raise utils.UserError("--environment: it exits")
 
-    for how, error in ((leave, SystemExit), (lambda: {}["a"], KeyError)):
+    for how, error in ((leave, utils.UserError), (lambda: {}["a"], KeyError)):
         with pytest.raises(error):
             engine.run_all([wait(60), end(how), wait(60)], lambda: False)
     assert len(cancelled) == 4

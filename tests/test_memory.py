@@ -90,6 +90,7 @@ import conftest
 import grpo, memory
 from plumbing.models import loading
 from plumbing.run import ranks
+from plumbing.run.ranks import report_errors
 from test_memory import AutoConfig, AutoModelForCausalLM, peak_bytes
 torch.set_num_threads(1)
 
@@ -133,7 +134,7 @@ for line in (
 ):
     sys.argv[1:] = line.split()
     try:
-        memory.main()
+        report_errors()(memory.main)()
     except SystemExit as end:
         print("code", int(end.code))
     torch.distributed.destroy_process_group()

@@ -56,7 +56,7 @@ def test_a_hub_that_does_not_answer(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     utils.find_hub.cache_clear()
     begin = time.monotonic()
-    with pytest.raises(SystemExit):
+    with pytest.raises(utils.UserError):
         loading.read_tokenizer("--model", "no/such")
     assert time.monotonic() - begin < 20
     utils.find_hub.cache_clear()
@@ -89,7 +89,7 @@ def test_the_first_stop_token_is_that_of_the_chat_template(
     GenerationConfig(eos_token_id=eos).save_pretrained(folder)
     assert loading.stop_token_ids(tokenizer, folder, "eos") == expected
     assert loading.stop_token_ids(tokenizer, folder, "a") == tokenizer.encode("a")
-    with pytest.raises(SystemExit):
+    with pytest.raises(utils.UserError):
         loading.stop_token_ids(tokenizer, folder, "ab")
 
 

@@ -163,8 +163,12 @@ def test_a_folder_is_saved_whatever_a_kill_left(tmp_path, world):
 
 
 def test_all_ranks_end_where_the_first_does(monkeypatch):
-    """`World.on_main` gives all ranks what rank 0 got, an exit code included."""
+    """`World.on_main` gives all ranks what rank 0 got, a UserError included."""
     gathered = []
+
+    def refuse() -> None:
+        raise utils.UserError("no")
+
     first, second = (utils.World(rank, 2, torch.device("cpu")) for rank in (0, 1))
     monkeypatch.setattr(
         utils.World, "all_gather", lambda self, items: gathered.extend(items) or gathered
@@ -172,9 +176,8 @@ def test_all_ranks_end_where_the_first_does(monkeypatch):
     assert first.on_main(lambda: 3) == 3 and second.on_main(lambda: 4) == 3
     gathered.clear()
     for world in (first, second):
-        with pytest.raises(SystemExit) as end:
-            world.on_main(utils.fail, "no")
-        assert end.value.code == 2
+        with pytest.raises(utils.UserError, match="no"):
+            world.on_main(refuse)
 
 
 # ---- flags that a resume changes -----------------------------------------------------------------

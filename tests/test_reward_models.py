@@ -19,6 +19,7 @@ from extras.reward_models import ModelSource
 from plumbing.data import prompts
 from plumbing.models import loading as models
 from plumbing.rewards.sources import RewardSources
+from utils import UserError
 
 POLICY_TEMPLATE = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}>"
 GEMMA_LIKE = (  # writes a BOS, knows no system turn, and calls the assistant model
@@ -221,6 +222,5 @@ def test_a_template_that_hides_a_turn_of_the_prompt_is_refused(tmp_path, capsys)
     hides = GEMMA_LIKE.replace("in messages", "in messages if m['role'] != 'developer'")
     name = save(tmp_path / "rm", other_tokenizer(hides))
     rows = rows_of([[{"role": "developer", "content": "Be brief."}, *CHAT]], policy)
-    with pytest.raises(SystemExit):
+    with pytest.raises(UserError, match="its chat template does not show turn 1, of developer"):
         load(name, policy, rows)
-    assert "its chat template does not show turn 1, of developer" in capsys.readouterr().err

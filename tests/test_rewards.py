@@ -36,10 +36,12 @@ from plumbing.rewards.sources import (
 from plumbing.rewards.workers import Workers
 from plumbing.rollout.batch import Batch, Sample, unscored
 from plumbing.run import evaluation
+from utils import UserError
 
 REPORTED = ROOT / "tests/data/reported"
 FUNCTIONS = """
 import asyncio, concurrent.futures, multiprocessing
+from utils import UserError, UserError
 calls = 0
 def good(prompts, responses, **columns):
     global calls
@@ -449,7 +451,7 @@ MIX = ("gsm8k", "math", "runs/rm/final")
         ({}, None, MIX),
         ({"verifier": ["math", "runs/rm/final"]}, ["math", "runs/rm/final"], MIX),
         ({"verifier": ""}, None, MIX),
-        ({"verifier": "code"}, SystemExit, MIX),
+        ({"verifier": "code"}, UserError, MIX),
         ({"dataset": "MATH", "ground_truth": "1"}, ["math"], MIX),  # open-instruct's rows
         ({"dataset": ["gsm8k"], "ground_truth": ["1"]}, ["gsm8k"], MIX),
         ({"dataset": "gsm8k", "ground_truth": "1"}, ["math"], ("ifeval", "math")),
@@ -460,7 +462,7 @@ MIX = ("gsm8k", "math", "runs/rm/final")
     ],
 )
 def test_named_sources(columns, expected, reward):
-    with pytest.raises(SystemExit) if expected is SystemExit else contextlib.nullcontext():
+    with pytest.raises(UserError) if expected is UserError else contextlib.nullcontext():
         assert (
             named_sources("rows.jsonl row 1", columns, types.SimpleNamespace(reward=reward))
             == expected

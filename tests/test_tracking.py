@@ -15,6 +15,7 @@ from helpers import ROOT, read_lines, refused, table, write_rows
 import grpo
 import utils
 from plumbing.run import log
+from plumbing.run.ranks import report_errors
 from plumbing.run.run import Run
 
 
@@ -203,8 +204,8 @@ def test_no_control_code_reaches_the_terminal(tmp_path, capsys):
     log_of(tmp_path).table(1, [{"prompt": "a\nb", "response": text, "math": None}])
     utils.say(text)
     utils.warn(text)
-    with pytest.raises(SystemExit):
-        utils.fail(text)
+    with pytest.raises(SystemExit), report_errors():
+        raise utils.UserError(text)
     printed = "".join(capsys.readouterr())
     assert printed.count("]52;c;cm0=") == 4 and not {*"\x1b\x07\x9b"} & {*printed}
 

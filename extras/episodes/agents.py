@@ -61,7 +61,7 @@ class Agents(Conversations):
     """Has a run's agent make responses."""
 
     def __init__(self, args, tokenizer, stop_ids: list[int]):
-        """Load the agent, and check the chat template; exit with code 2 where they do not fit."""
+        """Load the agent, and check the chat template; raise a UserError where they do not fit."""
         super().__init__(args, tokenizer, stop_ids)
         longest = args.max_prompt_length + args.max_response_length
         self.longest = min(longest, positions_of(args.model))

@@ -36,7 +36,7 @@ from plumbing.data.rows import Row
 from plumbing.rewards.sources import reward_weights
 from plumbing.tasks import run_all
 from plumbing.user_code import SECONDS_TO_LOAD
-from utils import ROOT, exit_on_error, fail, generator, warn
+from utils import ROOT, UserError, as_user_error, generator, warn
 
 SECONDS_TO_GIVE_UP = 1.0  # after --timeout, for what interrupts a call
 STOP_REASONS = ("done", "max_turns", "length", "error")
@@ -55,7 +55,7 @@ class ToolProcesses:
         timeout: float,
         flag: str = "--environment",
     ):
-        """Load and describe tools and environment in a process; exit with code 2 if that fails.
+        """Load and describe tools and environment in a process; raise a UserError if that fails.
 
         `flag` is that of the environment.
         """
@@ -153,7 +153,7 @@ class ToolProcess:
 
 
 def describe(flag: str, process: ToolProcess) -> list[dict]:
-    """Return the schemas of the tools of a process; exit with code 2 if that fails."""
+    """Return the schemas of the tools of a process; raise a UserError if that fails."""
 
     async def ask():
         try:
@@ -164,7 +164,7 @@ def describe(flag: str, process: ToolProcess) -> list[dict]:
     try:
         return asyncio.run(ask())
     except (ToolError, EnvironmentFailure) as error:
-        fail(f"{flag}: {error}", local=True)
+        raise UserError(f"{flag}: {error}", local=True) from error
 
 
 @dataclass
@@ -271,7 +271,7 @@ class Conversations:
     """
 
     def __init__(self, args, tokenizer, stop_ids: list[int]):
-        """Load and check the tools, the environment and the chat template; exit with code 2 where
+        """Load and check the tools, the environment and the chat template; raise a UserError where
         they do not fit.
         """
         self.args = args
@@ -284,7 +284,7 @@ class Conversations:
         # Of all rollouts that an engine makes at once.
         self.free = asyncio.Semaphore(args.generation_batch_size)
         self.schemas = self.processes.schemas or None
-        with exit_on_error(f"{self.flag}: the chat template of --model"):
+        with as_user_error(f"{self.flag}: the chat template of --model"):
             self.turns = self.turns_with(self.schemas)
         self.stop_strings = (
             StopStringCriteria(tokenizer, list(args.turn_stop)) if args.turn_stop else None

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from plumbing.models import loading
 from plumbing.models.weights import base_weights, merged
 from plumbing.tasks import run_all
-from utils import World, fail, first_line
+from utils import UserError, World, first_line
 
 WATCH = "extras.vllm.engine.WeightWatch"  # vLLM's worker_extension_cls
 # Token ids up to and including a stop token; by name, an output of each.
@@ -140,9 +140,7 @@ class VllmSampling:
         threading.Thread(target=self._serve, daemon=True).start()
 
     def _serve(self) -> None:
-        while True:
-            with contextlib.suppress(SystemExit):  # of a task, where `run` raises it
-                self.loop.run_forever()
+        self.loop.run_forever()
 
     def run(self, work: Coroutine) -> Any:
         """Return what a coroutine returns, which runs in the engine's thread."""
@@ -233,7 +231,7 @@ class Engine(VllmSampling):
     def __init__(
         self, args, world: World, compute_dtype: torch.dtype | None, load_format: str = "dummy"
     ):
-        """Start the engine, or exit with code 2.
+        """Start the engine, or raise a UserError.
 
         Args:
             compute_dtype: of its matrix products; None: float32.
@@ -245,7 +243,7 @@ class Engine(VllmSampling):
         os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         if world.size % args.vllm_tensor_parallel:
-            fail(
+            raise UserError(
                 f"--vllm_tensor_parallel {args.vllm_tensor_parallel}: must divide the number of ranks, {world.size}"
             )
         import vllm
@@ -294,9 +292,9 @@ class Engine(VllmSampling):
                 )
         except (OSError, ValueError, RuntimeError) as error:
             # All lines: vLLM's first one is only a heading.
-            fail(
+            raise UserError(
                 f"--model {args.model}: vLLM does not start with it: {' '.join(str(error).split())[:300]}"
-            )
+            ) from error
         if stream is not None:
             # Of a thread, as its device is, which this sets, too.
             self.loop.call_soon_threadsafe(torch.cuda.set_stream, stream)

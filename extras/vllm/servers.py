@@ -24,7 +24,7 @@ from extras.vllm.engine import (
     sent_weights,
 )
 from plumbing.models.weights import merged
-from utils import World, fail, first_line
+from utils import UserError, World, first_line
 
 SERVER_START = 600.0  # seconds in which a server has to answer when a run starts
 SERVER_PATIENCE = 120.0  # seconds for which a server may be away later
@@ -66,7 +66,7 @@ class Servers(VllmSampling):
     """vLLM servers as one rollout engine: each samples its share of every rank's queries."""
 
     def __init__(self, args, world: World, compute_dtype: torch.dtype | None):
-        """Wait for the servers of --rollout_servers and connect, or exit with code 2.
+        """Wait for the servers of --rollout_servers and connect, or raise a UserError.
 
         Args:
             compute_dtype: number format in which the weights are sent; None: float32.
@@ -82,7 +82,7 @@ class Servers(VllmSampling):
         try:
             self._connect(args)
         except (OSError, RuntimeError) as error:
-            fail(f"--rollout_servers {first_line(error)}", local=True)
+            raise UserError(f"--rollout_servers {first_line(error)}", local=True) from error
         world.barrier()
 
     async def _request(

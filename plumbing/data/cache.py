@@ -11,7 +11,6 @@ import functools
 import gc
 import json
 import os
-import sys
 from datetime import date, timedelta
 from itertools import chain
 from typing import Callable, Sequence
@@ -25,7 +24,7 @@ from xxhash import xxh64_intdigest
 from plumbing.data.prompts import encode_texts
 from plumbing.data.rows import VERSION, parse
 from plumbing.models.loading import check_fits
-from utils import fail, first_line, warn
+from utils import UserError, first_line, warn
 
 LISTS = ("query", "response", "chosen", "rejected")
 ROWS_PER_PROCESS = 20_000  # fewer are encoded sooner than a process starts
@@ -33,10 +32,6 @@ ROWS_PER_PROCESS = 20_000  # fewer are encoded sooner than a process starts
 # and a hash of what must not be trained and evaluated on.
 NUMBERS = (*LISTS, "highest", "has_problem", "about")
 to_json = json.JSONEncoder(default=str).encode  # what JSON lacks, such as dates, becomes text
-
-
-class Reported(Exception):
-    """An error of which a process that encodes rows has told the user."""
 
 
 def encode_rows(flag: str, name: str, raw, make: Callable, tokenizer, stop_ids: list[int]):
@@ -83,10 +78,10 @@ def encode_rows(flag: str, name: str, raw, make: Callable, tokenizer, stop_ids: 
             new_fingerprint=fingerprint,
             cache_file_name=file,
         )
-    except Reported:
-        sys.exit(2)
+    except UserError:  # of a row, from a process of datasets, too
+        raise
     except Exception as error:  # of a disk or a cache, whatever it lacks
-        fail(f"{where}: {first_line(error)} ({file})")
+        raise UserError(f"{where}: {first_line(error)} ({file})") from error
     if others and is_first:
         dist.barrier(others)
     rows = rows.with_transform(as_row)
@@ -103,14 +98,11 @@ def encode_batch(
     """Return the encoded rows of a batch, a `pyarrow.Table`, as a table of NUMBERS and
     JSON, for `Dataset.map`.
     """
-    try:
-        rows = []
-        for at, row in parse(where, table, indices):
-            rows += make(at, row)
-        texts = [text for row in rows for name in LISTS for text in row.get(name, ())]
-        encoded = zip(texts, encode_texts(texts, tokenizer, stop_ids))
-    except SystemExit:
-        raise Reported from None
+    rows = []
+    for at, row in parse(where, table, indices):
+        rows += make(at, row)
+    texts = [text for row in rows for name in LISTS for text in row.get(name, ())]
+    encoded = zip(texts, encode_texts(texts, tokenizer, stop_ids))
     made = []
     for row in rows:
         about = xxh64_intdigest(row.pop("about", row["prompt"]).encode()) >> 1
@@ -139,7 +131,7 @@ def column(rows, *names: str) -> np.ndarray:
 
 
 def check_rows_fit(model: str, rows, names: Sequence[str], flag: str, room: int = 0) -> None:
-    """Exit with code 2 if --model cannot read some of LISTS of all rows, the longest with `room`
+    """Raise a UserError if --model cannot read some of LISTS of all rows, the longest with `room`
     more tokens; see `check_fits`.
     """
     if len(rows):
@@ -147,12 +139,12 @@ def check_rows_fit(model: str, rows, names: Sequence[str], flag: str, room: int 
 
 
 def leave_out(where: str, rows, kept: np.ndarray, why: str):
-    """Return the rows where a mask is set; count the others in one line, and exit with code 2 if
+    """Return the rows where a mask is set; count the others in one line, and raise a UserError if
     none is left.
     """
     message = f"{where}: left out {(~kept).sum()} of {len(rows)} rows, {why}"
     if not kept.any():
-        fail(message)
+        raise UserError(message)
     if not kept.all():
         warn(message)
         rows = rows.select(np.flatnonzero(kept))

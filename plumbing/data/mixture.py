@@ -15,7 +15,7 @@ import numpy as np
 from plumbing.data import prompts
 from plumbing.data.cache import check_rows_fit, column, encode_rows, leave_out
 from plumbing.data.rows import first_rows, read_parts, split_of
-from utils import fail, generator, say, warn
+from utils import UserError, generator, say, warn
 
 SHORT = reprlib.Repr()  # one line of 150 characters, of both ends of a text
 SHORT.maxstring = 150
@@ -74,7 +74,7 @@ def without(where: str, train, held_out):
 
 
 def check_responses_fit(args, rows) -> None:
-    """Exit with code 2 if the model cannot read all prompts, the longest with a response of
+    """Raise a UserError if the model cannot read all prompts, the longest with a response of
     --max_response_length.
     """
     room = args.max_response_length
@@ -134,7 +134,7 @@ def load_prompts(
         make = functools.partial(make_prompts, given=given)
         rows = encode_rows(flag, part, raw, make, tokenizer, stop_ids or ())
         if not len(rows):
-            fail(
+            raise UserError(
                 f"{where}: {'holds out' if held_out else '--eval_share leaves'} none of {len(raw)} rows"
             )
         first = rows[0]
@@ -182,7 +182,7 @@ def make_prompts(at: str, row: dict, given) -> list[dict]:
         return []
     tools = prompts.tools_of(at, row)
     if tools and given.tools:
-        fail(f"{at}: has tools of its own beside --tools")
+        raise UserError(f"{at}: has tools of its own beside --tools")
     tools = tools or given.tools
     learns = given.stop_ids is not None
     stop = given.tokenizer.decode((given.stop_ids or [])[:1])
@@ -278,12 +278,14 @@ def stream(size: int, position: int, count: int, seed):
 
 
 def count_steps(passes: float, rows, size: int) -> int:
-    """Return how many steps of `size` rows --passes over the rows make; exit with code 2 if they
+    """Return how many steps of `size` rows --passes over the rows make; raise a UserError if they
     make none.
     """
     steps = round(passes * len(rows)) // size
     if not steps:
-        fail(f"--passes {passes}: a step takes {size} rows, and there are {len(rows)} to train on")
+        raise UserError(
+            f"--passes {passes}: a step takes {size} rows, and there are {len(rows)} to train on"
+        )
     return steps
 
 

@@ -23,7 +23,7 @@ from pydantic import (
 )
 
 from plumbing.data.rows import validate
-from utils import exit_on_error, fail, first_line
+from utils import UserError, as_user_error, first_line
 
 # The columns that are looked for, in this order; a dot goes into an object. They are those of
 # GSM8K, MATH, open-instruct (messages, ground_truth), verl (reward_model.ground_truth), TRL
@@ -134,7 +134,7 @@ def without_nulls(value):
 
 
 def read_messages(where: str, turns: list) -> list[Message]:
-    """Return messages as they are checked; exit with code 2, and the turn and key, if they are none.
+    """Return messages as they are checked; raise a UserError, and the turn and key, if they are none.
 
     A key that is null counts as none.
     """
@@ -169,7 +169,7 @@ def find_column(where: str, kind: str, named: str, rows: list[dict]) -> str | No
     """Return the column that a flag names, or else the first known one in which any row has
     something, None for none.
 
-    Exit with code 2 if no row has anything in a named column, or in any known one of a prompt.
+    Raise a UserError if no row has anything in a named column, or in any known one of a prompt.
 
     Args:
         kind: of COLUMNS. named: by --prompt_column and so on; "" for none.
@@ -180,7 +180,7 @@ def find_column(where: str, kind: str, named: str, rows: list[dict]) -> str | No
     flag = kind.replace("conversation", "prompt")
     if named or flag == "prompt":
         empty = f"column {named!r}" if named else " or ".join(COLUMNS[kind])
-        fail(
+        raise UserError(
             f"{where}: has nothing in {empty}; name a column with --{flag}_column, row 1 has {', '.join(rows[0])}"
         )
     return None
@@ -198,10 +198,12 @@ def with_messages(where: str, row: dict, prompt_column: str) -> dict:
     """
     for name in MEDIA:
         if is_filled(row.get(name)):
-            fail(f"{where}: has {name}, and only text is read; without it, remove the column")
+            raise UserError(
+                f"{where}: has {name}, and only text is read; without it, remove the column"
+            )
     prompt = value_at(row, prompt_column)
     if not is_filled(prompt):
-        fail(f"{where}: has nothing in column {prompt_column!r}")
+        raise UserError(f"{where}: has nothing in column {prompt_column!r}")
     if prompt_column == "src":
         return {**row, "src": interleave(where, prompt, row.get("tgt")), "tgt": None}
     if isinstance(prompt, str) and re.match(r"\s*\[\s*\{", prompt):
@@ -235,7 +237,7 @@ def from_sharegpt(where: str, turn: dict) -> dict:
     message = {"role": ROLES.get(str(turn["from"]), turn["from"]), **others}
     if turn["from"] != "function_call":
         return {**message, "content": turn.get("value")}
-    with exit_on_error(f"{where}: function_call"):
+    with as_user_error(f"{where}: function_call"):
         calls = json.loads(turn["value"])
     return {**message, "tool_calls": calls if isinstance(calls, list) else [calls]}
 
@@ -327,7 +329,7 @@ def named_sources(where: str, row: dict, args) -> list[str] | None:
     names = [str(name).lower() for name in (value if isinstance(value, list) else [value])]
     for name in names:
         if name not in known:
-            fail(
+            raise UserError(
                 f"{where}: {column} is {value!r}, which is not in --reward {' '.join(args.reward)}"
             )
     return [known[name] for name in names]
@@ -340,7 +342,7 @@ def is_turn_of_assistant(messages) -> bool:
 
 
 def says_something(where: str, turn: dict) -> bool:
-    """Return whether a message has a text, a call or a thought; exit with code 2 if it is not one."""
+    """Return whether a message has a text, a call or a thought; raise a UserError if it is not one."""
     return read_messages(where, [turn])[0].says
 
 
@@ -366,7 +368,7 @@ def interleave(where: str, src, tgt) -> list[dict]:
     validate(f"{where}: src", src, TURNS, "turn")
     validate(f"{where}: tgt", tgt, TURNS, "turn")
     if not src or not len(src) - 1 <= len(tgt) <= len(src):
-        fail(
+        raise UserError(
             f"{where}: has {len(src)} turns in src and {len(tgt)} in tgt, which requires as many or one less"
         )
     messages = [{"role": "user", "content": text} for text in src]
@@ -383,7 +385,7 @@ def as_messages(where: str, prompt, system_prompt: str) -> list[dict]:
     checked = read_messages(f"{where} prompt", as_turns(prompt))
     messages = [as_message(message) for message in checked]
     if not messages[-1]["content"].strip() and len(messages[-1]) == 2:
-        fail(f"{where}: the last turn of the prompt is empty")
+        raise UserError(f"{where}: the last turn of the prompt is empty")
     if system_prompt and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system_prompt}, *messages]
     return messages
@@ -425,7 +427,7 @@ def render_prompt(
     as_is: bool = False,
     tools: list[dict] | None = None,
 ) -> tuple[list[dict], Text]:
-    """Return a prompt as messages and as the text that the model sees; exit with code 2 if it is not
+    """Return a prompt as messages and as the text that the model sees; raise a UserError if it is not
     valid, or if the chat template leaves a part of it out.
 
     Args:
@@ -441,14 +443,14 @@ def render_prompt(
         # The template has written the special tokens.
         text = apply_template(where, messages, tokenizer, tools, prompt=True)
         if part := hidden(messages, text, tools):
-            fail(f"{where}: the chat template of --model does not show {part}")
+            raise UserError(f"{where}: the chat template of --model does not show {part}")
         return messages, Text(where, text)
     several = "several turns" if not isinstance(prompt, str) and len(prompt) > 1 else ""
     if several or tools:
         lacks = (
             "--chat_template is none" if as_is else "the tokenizer of --model has no chat template"
         )
-        fail(
+        raise UserError(
             f"{where}: has {several or 'tools'}, and {lacks}; name a file of one with --chat_template"
         )
     return messages, Text(where, "\n".join(turn["content"] for turn in messages), special=True)
@@ -468,7 +470,7 @@ def render_turn(
     the prompt, up to the stop token.
 
     A turn that is only text is learned as it stands where the template begins one in another way, or
-    does not show all of it, such as a thought. Exit with code 2 if such a turn is more than text.
+    does not show all of it, such as a thought. Raise a UserError if such a turn is more than text.
 
     Args:
         messages, query: of `render_prompt`. turn: a message. as_is, tools: see there.
@@ -485,12 +487,14 @@ def render_turn(
         if text != whole and all(occurs(part, response.shown) for part in parts):
             return response
     if others:
-        fail(f"{where}: the chat template of --model does not write {', '.join(sorted(others))}")
+        raise UserError(
+            f"{where}: the chat template of --model does not write {', '.join(sorted(others))}"
+        )
     content = message["content"]
     if query.text.rstrip().endswith("<think>"):
         content = content.lstrip().removeprefix("<think>").lstrip("\n")
         if "</think>" not in content:
-            fail(
+            raise UserError(
                 f"{where}: the chat template of --model opens a thought, and the response closes none; "
                 "name another template with --chat_template"
             )
@@ -521,7 +525,7 @@ def apply_template(
     turn for a prompt.
     """
     messages = guarded(for_template(messages, tokenizer), tokenizer)
-    with exit_on_error(f"{where}: the chat template of --model"):
+    with as_user_error(f"{where}: the chat template of --model"):
         return tokenizer.apply_chat_template(
             messages, tools, tokenize=False, add_generation_prompt=prompt
         )
@@ -649,7 +653,7 @@ def encode_texts(texts: Sequence[Text], tokenizer, stop_ids: Sequence[int] = ())
         encoded = iter(encode([a + b for a, b in zip(contexts, chain(*parts))]))
     except Exception as error:  # tokenizers raise exceptions of any type
         if len(texts) == 1:
-            fail(f"{texts[0].where}: {first_line(error)}")
+            raise UserError(f"{texts[0].where}: {first_line(error)}") from error
         return [encode_texts([text], tokenizer, stop_ids)[0] for text in texts]
     drop = iter([len(x.ids) for x in encode(contexts)] if any(contexts) else [0] * len(contexts))
     lists = []
@@ -663,7 +667,9 @@ def encode_texts(texts: Sequence[Text], tokenizer, stop_ids: Sequence[int] = ())
         if text.is_learned and ids[-1:] not in ([stop] for stop in stop_ids):
             ids.append(stop_ids[0])
         if not ids and text.text.strip():
-            fail(f"{text.where}: the tokenizer of --model makes no tokens of {text.text[:60]!r}")
+            raise UserError(
+                f"{text.where}: the tokenizer of --model makes no tokens of {text.text[:60]!r}"
+            )
         lists.append(ids)
     return lists
 

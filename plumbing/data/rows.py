@@ -10,7 +10,7 @@ from typing import Annotated, Any, Iterable, Iterator, TypedDict
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from assets import tasks
-from utils import exit_on_error, fail, find_hub
+from utils import UserError, as_user_error, find_hub
 
 
 class Row(TypedDict, total=False):
@@ -50,7 +50,7 @@ def split_of(name: str, default: str = "train") -> tuple[str, str]:
 def read_rows(flag: str, name: str, split: str):
     """Return a data set as a `datasets.Dataset`, see `parse`.
 
-    Exit with code 2 if the data set cannot be read, or is empty.
+    Raise a UserError if the data set cannot be read, or is empty.
 
     Args:
         flag: the option that named it, for messages.
@@ -70,7 +70,7 @@ def read_rows(flag: str, name: str, split: str):
 
     datasets.utils.logging.set_verbosity(logging.CRITICAL)
     datasets.disable_progress_bars()
-    with exit_on_error(f"{flag} {name}"):
+    with as_user_error(f"{flag} {name}"):
         try:
             if sizes and split not in sizes:
                 raise ValueError(f"has the splits {' and '.join(sizes)}, not {split!r}")
@@ -182,8 +182,8 @@ def parse(where: str, table, indices: Iterable[int]) -> Iterator[tuple[str, dict
         places, lines = (column.to_pylist() for column in table.columns)
         for at, line in zip(places, lines):
             if line == MORE_CELLS:
-                fail(f"{where} {at}: has more cells than the first line has names")
-            with exit_on_error(f"{where} {at}"):
+                raise UserError(f"{where} {at}: has more cells than the first line has names")
+            with as_user_error(f"{where} {at}"):
                 row = json.loads(line)
             yield f"{where} {at}", validate(f"{where} {at}", row, ROW)
         return
@@ -213,11 +213,11 @@ def as_written(value, kind):
 
 
 def first_rows(where: str, rows) -> list[dict]:
-    """Return the first 1,000 rows of a data set; exit with code 2 if there are none."""
+    """Return the first 1,000 rows of a data set; raise a UserError if there are none."""
     table = rows.with_format("arrow")[:1000]
     first = [row for _, row in parse(where, table, range(1000))]
     if not first:
-        fail(f"{where}: has no rows")
+        raise UserError(f"{where}: has no rows")
     return first
 
 
@@ -239,7 +239,7 @@ ENTRIES = TypeAdapter(list[MixtureEntry])
 
 
 def validate(where: str, value, adapter: TypeAdapter, item: str = "row"):
-    """Return a value as pydantic reads it; exit with code 2, and the item, field and message of
+    """Return a value as pydantic reads it; raise a UserError, and the item, field and message of
     pydantic's first error.
 
     Args:
@@ -252,7 +252,7 @@ def validate(where: str, value, adapter: TypeAdapter, item: str = "row"):
         fields = list(first["loc"])
         if fields and isinstance(fields[0], int):
             where = f"{where} {item} {fields.pop(0) + 1}"
-        fail(f"{': '.join([where, *map(str, fields)])}: {first['msg']}")
+        raise UserError(f"{': '.join([where, *map(str, fields)])}: {first['msg']}") from None
 
 
 def read_parts(flag: str, name: str, split: str) -> list[tuple]:

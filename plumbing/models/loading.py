@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-from utils import exit_on_error, fail, find_hub, say, warn
+from utils import UserError, as_user_error, find_hub, say, warn
 
 
 class Precision(NamedTuple):
@@ -71,21 +71,21 @@ def precision(name: str, device: torch.device) -> Precision:
 
 
 def read_tokenizer(flag: str, name: str):
-    """Return the tokenizer of the model `name`, which pads on the left; exit with code 2 if there
+    """Return the tokenizer of the model `name`, which pads on the left; raise a UserError if there
     is none.
     """
     if not os.path.isdir(name):
         if name.count("/") > 1:
-            fail(f"{flag} {name}: there is no such folder")
+            raise UserError(f"{flag} {name}: there is no such folder")
         find_hub()
-    with exit_on_error(f"{flag} {name}"):
+    with as_user_error(f"{flag} {name}"):
         # mistral_format: tekken.json would be read by a library that has no chat template.
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             name, padding_side="left", trust_remote_code=False, mistral_format=False
         )
     # transformers makes an empty one up where none is.
     if not tokenizer.encode("text", add_special_tokens=False):
-        fail(f"{flag} {name}: has no tokenizer")
+        raise UserError(f"{flag} {name}: has no tokenizer")
     return tokenizer
 
 
@@ -101,13 +101,13 @@ def load_tokenizer(
     """
     tokenizer = read_tokenizer("--model", name)
     if chat_template not in ("", "none"):
-        with exit_on_error(f"--chat_template {chat_template}"), open(chat_template) as file:
+        with as_user_error(f"--chat_template {chat_template}"), open(chat_template) as file:
             tokenizer.chat_template = file.read()
-    with exit_on_error(f"--chat_template_kwargs {template_kwargs}"):
+    with as_user_error(f"--chat_template_kwargs {template_kwargs}"):
         values = dict(json.loads(template_kwargs))
     template = "" if chat_template == "none" else str(tokenizer.chat_template)
     if unread := [key for key in values if not re.search(rf"\b{re.escape(key)}\b", template)]:
-        fail(
+        raise UserError(
             f"--chat_template_kwargs {template_kwargs}: the chat template of --model does not read {unread[0]}"
         )
     tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **values)
@@ -121,17 +121,17 @@ def load_tokenizer(
 
 
 def check_template(tokenizer, system_prompt: str) -> None:
-    """Exit with code 2 if the chat template refuses a prompt or renders nothing of it; warn if it
+    """Raise a UserError if the chat template refuses a prompt or renders nothing of it; warn if it
     does not begin the assistant's turn.
     """
     flag = "the chat template of --model"
     refused = f'--system_prompt ("" for none): {flag}' if system_prompt else flag
     render = functools.partial(tokenizer.apply_chat_template, tokenize=False)
-    with exit_on_error(refused):
+    with as_user_error(refused):
         prompt = render(TURNS[:1], add_generation_prompt=True)
         before, turn, _ = render(TURNS).partition("A-TURN")
     if not prompt.strip():
-        fail(f"{flag} renders nothing; name a file of another one with --chat_template")
+        raise UserError(f"{flag} renders nothing; name a file of another one with --chat_template")
     header = before[len(os.path.commonprefix([prompt, before])) :].strip()
     if turn and header and prompt == render(TURNS[:1]):
         warn(
@@ -162,7 +162,7 @@ def end_of_turn(tokenizer) -> str:
     """
     if tokenizer.chat_template is None:
         return ""
-    with exit_on_error("the chat template of --model"):
+    with as_user_error("the chat template of --model"):
         return tokenizer.apply_chat_template(TURNS, tokenize=False).partition("A-TURN")[2]
 
 
@@ -178,13 +178,13 @@ def stop_token_ids(tokenizer, model_name: str, stop_token: str) -> list[int]:
     if stop_token != "eos":
         ids = tokenizer.encode(stop_token, add_special_tokens=False)
         if len(ids) != 1:
-            fail(
+            raise UserError(
                 f"--stop_token {stop_token!r}: must be exactly one token of the tokenizer, this is {len(ids)}"
             )
         return ids
     configured = []
     base = base_of(model_name)
-    with exit_on_error(f"--model {model_name}: generation_config.json"):
+    with as_user_error(f"--model {model_name}: generation_config.json"):
         if find_file(base, transformers.utils.GENERATION_CONFIG_NAME):
             given = transformers.GenerationConfig.from_pretrained(base).eos_token_id
             configured = list(map(int, given if isinstance(given, list) else {given} - {None}))
@@ -196,7 +196,7 @@ def stop_token_ids(tokenizer, model_name: str, stop_token: str) -> list[int]:
     ids = dict.fromkeys([trained, *ends[:1], tokenizer.eos_token_id, *configured])
     ids.pop(None, None)
     if not ids:
-        fail(
+        raise UserError(
             "--stop_token eos: neither the tokenizer nor the model names an end token; give the token's text"
         )
     return list(ids)
@@ -221,7 +221,7 @@ def base_of(name: str) -> str:
     path = os.path.join(name, "adapter_config.json")
     if not os.path.exists(path):
         return name
-    with exit_on_error(f"--model {name}"), open(path) as file:
+    with as_user_error(f"--model {name}"), open(path) as file:
         return json.load(file)["base_model_name_or_path"]
 
 
@@ -236,8 +236,8 @@ def find_file(name: str, file: str) -> str | None:
 
 
 def load_config(flag: str, name: str):
-    """Return a model's configuration; exit with code 2 if there is none."""
-    with exit_on_error(f"{flag} {name}"):
+    """Return a model's configuration; raise a UserError if there is none."""
+    with as_user_error(f"{flag} {name}"):
         config = transformers.AutoConfig.from_pretrained(base_of(name), trust_remote_code=False)
     if getattr(config, "output_router_logits", False):
         # The balance loss of experts does not train, and fails in a decode step.
@@ -246,18 +246,18 @@ def load_config(flag: str, name: str):
 
 
 def check_fits(name: str, highest: int, length: int, flag: str) -> None:
-    """Exit with code 2 if --model `name` cannot read a token id, or sequences of a length.
+    """Raise a UserError if --model `name` cannot read a token id, or sequences of a length.
 
     Args:
         flag: the option that the sequences are from, with its value.
     """
     size = load_config("--model", name).get_text_config().vocab_size
     if highest >= size:
-        fail(
+        raise UserError(
             f"--model {name}: has {size} tokens, and its tokenizer writes token {highest}: they do not fit together"
         )
     if length > positions_of(name):
-        fail(
+        raise UserError(
             f"{flag}: makes sequences of {length} tokens, and --model {name} has {positions_of(name)} positions"
         )
 
@@ -272,7 +272,7 @@ def load_model(
     flag: str, name: str, dtype: torch.dtype | str, device: torch.device, scalar: bool = False
 ) -> torch.nn.Module:
     """Return a pretrained model in evaluation mode, so without dropout (Ziegler et al. 2019, p. 3);
-    exit with code 2 if its files lack weights.
+    raise a UserError if its files lack weights.
 
     The adapter of a folder of LoRA is merged into its base. Of a model that reads images, the
     language model trains; the rest is frozen, and loaded so that the weights have the names that
@@ -301,7 +301,7 @@ def load_model(
         with device:
             model = auto_class.from_config(config, dtype=dtype).eval()
     else:
-        with exit_on_error(f"{flag} {name}"):
+        with as_user_error(f"{flag} {name}"):
             base = base_of(name)
             model, report = auto_class.from_pretrained(
                 base, config=config, dtype=dtype, output_loading_info=True
@@ -312,7 +312,9 @@ def load_model(
                 model = PeftModel.from_pretrained(model, name).merge_and_unload()
         new = set() if trained else {"score.weight"}
         if missing := report["missing_keys"] - new:  # transformers draws them at random
-            fail(f"{flag} {name}: its files lack weights of the model, such as {min(missing)}")
+            raise UserError(
+                f"{flag} {name}: its files lack weights of the model, such as {min(missing)}"
+            )
     if device.type == "cpu":
         # The weights lie in memory as they do in the file, and matrix products round by the address
         # of their operands: a run that is resumed from another file would not continue bit for bit.
@@ -377,11 +379,13 @@ def load_scalar_model(
     """
     _, trained = scalar_config(flag, name)
     if base_of(name) != name:
-        fail(f"{flag} {name}: is an adapter, whose folder lacks the head; final/ has all of it")
+        raise UserError(
+            f"{flag} {name}: is an adapter, whose folder lacks the head; final/ has all of it"
+        )
     model = load_model(flag, name, dtype, device, scalar=True)
     head = getattr(model, "score", None)
     if not isinstance(head, torch.nn.Linear) or head.bias is not None:
-        fail(
+        raise UserError(
             f"{flag} {name}: {type(model).__name__} has no linear head called score, as causal language models have"
         )
     return ScalarModel(model), not trained
@@ -394,27 +398,31 @@ def scalar_config(flag: str, name: str) -> tuple:
     config = load_config(flag, name)
     trained = any(kind.endswith("ForSequenceClassification") for kind in config.architectures or ())
     if trained and config.num_labels != 1:
-        fail(f"{flag} {name}: its head has {config.num_labels} labels, and a score requires one")
+        raise UserError(
+            f"{flag} {name}: its head has {config.num_labels} labels, and a score requires one"
+        )
     config.num_labels = 1
     return config, trained
 
 
 def check_can_read(flag: str, name: str, tokenizer) -> None:
-    """Exit with code 2 unless a model gives each token the id that `tokenizer`, that of --model,
+    """Raise a UserError unless a model gives each token the id that `tokenizer`, that of --model,
     gives it.
     """
     if difference := vocabulary_difference(tokenizer, read_tokenizer(flag, name)):
-        fail(f"{flag} {name}: cannot read what --model writes: its vocabulary {difference}")
+        raise UserError(
+            f"{flag} {name}: cannot read what --model writes: its vocabulary {difference}"
+        )
 
 
 def check_same_tokens(flag: str, name: str, model: str) -> None:
-    """Exit with code 2 unless a model has a log-prob for each token of --model; it may be padded to
+    """Raise a UserError unless a model has a log-prob for each token of --model; it may be padded to
     more tokens.
     """
     check_can_read(flag, name, read_tokenizer("--model", model))
     theirs, ours = (load_config(flag, x).get_text_config().vocab_size for x in (name, model))
     if theirs < ours:
-        fail(f"{flag} {name}: has {theirs} tokens, less than the {ours} of --model")
+        raise UserError(f"{flag} {name}: has {theirs} tokens, less than the {ours} of --model")
 
 
 def vocabulary_difference(ours, theirs) -> str:
@@ -436,7 +444,7 @@ def vocabulary_difference(ours, theirs) -> str:
 
 @torch.no_grad()
 def check_head(flag: str, model: torch.nn.Module, head: Callable) -> None:
-    """Exit with code 2 if `head`, hidden states -> logits, as it trains, differs from the model's
+    """Raise a UserError if `head`, hidden states -> logits, as it trains, differs from the model's
     as it samples.
     """
     if model.device.type == "meta":  # rank 0 has the weights
@@ -450,9 +458,11 @@ def check_head(flag: str, model: torch.nn.Module, head: Callable) -> None:
     # -inf masks a token; NaN is not equal to it
     largest = theirs[theirs != -math.inf].abs().max().item()
     if not math.isfinite(largest):
-        fail(f"{flag}: its logits are not finite, so its weights or --precision are to blame")
+        raise UserError(
+            f"{flag}: its logits are not finite, so its weights or --precision are to blame"
+        )
     if not torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3 * largest):
-        fail(
+        raise UserError(
             f"{flag}: {type(model).__name__} trains by other logits: what changes them is not in `adjusted_logits`"
         )
 
@@ -480,14 +490,16 @@ def adjusted_logits(logits: torch.Tensor, config) -> torch.Tensor:
 
 
 def check_decodes(flag: str, model: torch.nn.Module, instead: str) -> None:
-    """Exit with code 2 for a family of NO_DECODE_LOOP.
+    """Raise a UserError for a family of NO_DECODE_LOOP.
 
     Args:
         flag: the flag that names the model, with its value. instead: the flag for another way to
             sample.
     """
     if model.config.model_type in NO_DECODE_LOOP:
-        fail(f"{flag}: {type(model).__name__} cannot sample by the decode loop; use {instead}")
+        raise UserError(
+            f"{flag}: {type(model).__name__} cannot sample by the decode loop; use {instead}"
+        )
 
 
 def body(model: torch.nn.Module) -> torch.nn.Module:
@@ -514,12 +526,12 @@ def checkpoint_blocks(model: torch.nn.Module) -> None:
     """Recompute the blocks of a model in the backward pass, as --gradient_checkpointing asks for.
 
     transformers does so in training mode only, in which some families compute something else:
-    phi-3.5-moe draws its experts at random. Here no model is ever in that mode. Exit with code 2 if
+    phi-3.5-moe draws its experts at random. Here no model is ever in that mode. Raise a UserError if
     a model has no such blocks.
     """
     blocks = blocks_of(model)
     if not blocks:
-        fail(
+        raise UserError(
             f"--gradient_checkpointing: {type(model).__name__} does not support it; use --no-gradient_checkpointing"
         )
     for block in blocks:
@@ -603,7 +615,9 @@ def load_policy_and_reference(
     reference = load_frozen(flag, name, make_policy, precision.param_dtype, sharding)
     ours, theirs = ([weight.shape for weight in x.parameters()] for x in (policy, reference))
     if args.ref_refresh_every and ours != theirs:
-        fail(f"--ref_refresh_every: {flag} {name} has other layers or shapes than the policy")
+        raise UserError(
+            f"--ref_refresh_every: {flag} {name} has other layers or shapes than the policy"
+        )
     if args.ref_refresh_every or was_refreshed:
         saved_models["reference"] = reference.model
     return policy, wrapped, reference, saved_models

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import (
 from torch.nn.parallel import DistributedDataParallel
 
 from plumbing.models.loading import Precision, blocks_of, caps_scores, checkpoint_blocks
-from utils import World, exit_on_error, fail, say
+from utils import UserError, World, as_user_error, say
 
 
 class Sharding:
@@ -41,7 +41,7 @@ class Sharding:
         self.world = world
         self.precision = precision
         if args.compile:
-            with exit_on_error("--compile"):  # a small function, which says if there is no compiler
+            with as_user_error("--compile"):  # a small function, which says if there is no compiler
                 torch.compile(torch.sin)(torch.zeros(2, device=world.device))
         on_gpu = world.device.type == "cuda"
         offload = args.shard == "fsdp_offload"
@@ -170,13 +170,13 @@ def compile_parts(module: torch.nn.Module) -> None:
 
 
 def set_attention(model: transformers.PreTrainedModel, name: str) -> None:
-    """Make a model compute its attention by --attention `name`, or exit with code 2 if it
+    """Make a model compute its attention by --attention `name`, or raise a UserError if it
     cannot.
     """
     # transformers would only log that it cannot set it, and its sdpa leaves the cap of scores out.
     if not model._can_set_attn_implementation() or name == "sdpa" and caps_scores(model.config):
-        fail(f"--attention {name}: {type(model).__name__} does not support it")
-    with exit_on_error(f"--attention {name}"):
+        raise UserError(f"--attention {name}: {type(model).__name__} does not support it")
+    with as_user_error(f"--attention {name}"):
         model.set_attn_implementation(name)
 
 

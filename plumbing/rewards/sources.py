@@ -29,7 +29,7 @@ from plumbing.data.rows import Row
 from plumbing.rewards import verifiers
 from plumbing.rewards.workers import Workers, call_function
 from plumbing.user_code import SECONDS_TO_LOAD
-from utils import exit_on_error, fail, first_line, warn
+from utils import UserError, as_user_error, first_line, warn
 
 if TYPE_CHECKING:  # imported where a flag asks for them
     from extras.reward_models import ModelSource
@@ -93,22 +93,24 @@ def kind_of(name: str) -> str:
 
 @functools.cache
 def check_name(name: str) -> None:
-    """Exit with code 2 for a source that cannot be used. A model's folder or hub name is not
+    """Raise a UserError for a source that cannot be used. A model's folder or hub name is not
     opened.
     """
     if kind_of(name) == "model" and not os.path.isdir(name) and name.count("/") != 1:
         others = "path/to/file.py:function, a reward model's folder or hub name, or a server's http:// address"
-        fail(
+        raise UserError(
             f"--reward {name}: there is no such reward; use {', '.join(verifiers.NAMES)}, {others}"
         )
     if kind_of(name) == "verifier":
         package = verifiers.verifier(name).package
         if importlib.util.find_spec(package) is None:
-            fail(f"--reward {name}: requires the package {package} (pip install {package})")
+            raise UserError(
+                f"--reward {name}: requires the package {package} (pip install {package})"
+            )
     if name == "code":
         from extras.verifiers import sandbox
 
-        with exit_on_error("--reward code"):
+        with as_user_error("--reward code"):
             missing = sandbox.open_limits()
         if missing:
             warn(f"--reward code: {missing}")
@@ -128,14 +130,14 @@ def check_reference(where: str, row: Row, args) -> str:
     """Return why a source of --reward that trains cannot score a row, whatever the response; "" if
     all of them can.
 
-    Exit with code 2 if the row has no answer, and a source needs one.
+    Raise a UserError if the row has no answer, and a source needs one.
     """
     for name, weight in zip(args.reward, reward_weights(args)):
         if kind_of(name) != "verifier" or not is_scored_by(row, name):
             continue
         verifier = verifiers.verifier(name)
         if verifier.column == "answer" and not is_filled(row["answer"]):
-            fail(
+            raise UserError(
                 f"{where}: has no answer, which --reward {name} needs; --answer_column names one of "
                 f"{', '.join(row['columns'])}"
             )
@@ -201,7 +203,7 @@ class RewardSources:
         self.verifiers = tuple(name for name, source in self.sources.items() if source.verifies)
 
     def _try_out(self, rows: Sequence[dict], tokenizer, environment: bool, group: int) -> None:
-        """Exit with code 2 if a source fails in a call with two prompts, answered by their
+        """Raise a UserError if a source fails in a call with two prompts, answered by their
         references or "42"; one that compares responses gets a `group` of each.
         """
         rows = list(itertools.islice(rows, 1000))
@@ -221,7 +223,7 @@ class RewardSources:
                 for _ in range(2):  # what a function holds may work only once
                     source.failure or source.score([x for x in samples for _ in range(copies)])
             if source.failure:
-                fail(f"--reward {name}: a trial call failed: {source.failure}")
+                raise UserError(f"--reward {name}: a trial call failed: {source.failure}")
 
     def load_models(self, args, precision, sharding=None) -> None:
         """Load the reward models among the sources, see `ModelSource.load`."""
@@ -403,7 +405,7 @@ class FunctionSource(Source):
         super().__init__(name, timeout, workers)
         ((attributes, failure),) = self.load()
         if failure:
-            fail(f"--reward {name}: {failure}", local=True)
+            raise UserError(f"--reward {name}: {failure}", local=True)
         self.verifies, self.whole = attributes
 
     def load(self) -> list[tuple]:

@@ -152,7 +152,7 @@ class Sampler:
             self.conversations.leave_out_failed(responses)
         batch = Batch.from_samples(responses, model_device(self.model))
         if not batch.tokens["rollout_logprobs"].isfinite().all():
-            utils.fail(
+            raise utils.UserError(
                 "--model or --learning_rate: log-probabilities are not finite; bad weights, or too large an update"
             )
         return batch

@@ -18,7 +18,7 @@ from plumbing.data.rows import Row
 from plumbing.models.loading import Precision, check_decodes
 from plumbing.models.speed import Decoding
 from plumbing.rollout.batch import Experience, Sampler
-from utils import World, fail
+from utils import UserError, World
 
 if TYPE_CHECKING:  # imported where a flag asks for them, or by the script
     from extras.vllm.engine import VllmSampling
@@ -39,10 +39,10 @@ def rollout_engine(
     if backend == "hf":
         for flag in ("async_steps", "agent"):
             if value := getattr(args, flag):
-                fail(f"--{flag} {value}: requires --rollout_backend vllm or server")
+                raise UserError(f"--{flag} {value}: requires --rollout_backend vllm or server")
         check_decodes(f"--model {args.model}", model, "--rollout_backend vllm")
     elif outputs[1:]:
-        fail(
+        raise UserError(
             f"--rollout_backend {backend}: vLLM does not return {', '.join(outputs[1:])} (ROLLOUT_OUTPUTS); use hf"
         )
     if backend == "vllm":
@@ -85,7 +85,7 @@ def load_sampler(
 
 
 def backend_of(flag: str, args) -> str:
-    """Return what a flag says that samples, and for auto what it is here; exit with code 2 if vLLM
+    """Return what a flag says that samples, and for auto what it is here; raise a UserError if vLLM
     cannot.
     """
     backend = getattr(args, flag)
@@ -93,7 +93,7 @@ def backend_of(flag: str, args) -> str:
     if backend == "auto":
         return "vllm" if torch.cuda.is_available() and not reason else "hf"
     if backend != "hf" and reason:
-        fail(f"--{flag} {backend}: {reason}")
+        raise UserError(f"--{flag} {backend}: {reason}")
     return backend
 
 

@@ -18,7 +18,7 @@ from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, VIDEO_PROCE
 
 from plumbing.models.loading import base_of, check_can_read, find_file, load_model
 from plumbing.models.weights import base_weights
-from utils import Optimizer, World, exit_on_error, first_line, full_tensor, say
+from utils import Optimizer, World, as_user_error, first_line, full_tensor, say
 
 # dcp's, where `no_dist` asks for just that.
 warnings.filterwarnings("ignore", "torch.distributed is disabled")
@@ -181,11 +181,11 @@ def load_checkpoint(
     """Load what `save_checkpoint` has saved, except the models' folders, and return its `state`.
 
     This sets the optimizers and the weights of an adapter that trains. Number of ranks and sharding
-    may differ from those of the run that saved it. Exits with code 2 for a checkpoint of another
+    may differ from those of the run that saved it. Raises a UserError for a checkpoint of another
     model, tokenizer or script.
     """
     check_can_read("--resume", folder, tokenizer)
-    with exit_on_error(f"--resume {folder}"):
+    with as_user_error(f"--resume {folder}"):
         state = torch.load(f"{folder}/trainer_state.pt", map_location="cpu", weights_only=True)
         for name, optimizer in optimizers.items():
             optimizer.load_state_dict(state["optimizers"][name])

@@ -21,7 +21,7 @@ import numpy as np
 from tqdm import tqdm
 
 from plumbing.run.ranks import begin_phase
-from utils import World, exit_on_error, first_line, one_line, say, warn
+from utils import World, as_user_error, first_line, one_line, say, warn
 
 PROGRESS = {  # the values in the progress bar, or in the line of a step, if a run has them
     "objective/scores": "score",
@@ -88,7 +88,7 @@ class RunLog:
 
     def _track(self, run_id: str, args) -> None:
         """Begin the run in the library that --track names, or continue it there."""
-        with exit_on_error(f"--track {args.track}"):
+        with as_user_error(f"--track {args.track}"):
             library = importlib.import_module(args.track)
             # Weights & Biases continues the run of an id, trackio that of a name.
             options = {"id": run_id, "dir": self.folder} if args.track == "wandb" else {}
@@ -288,10 +288,10 @@ def shortened(x) -> str:
 
 
 def check_track(name: str) -> None:
-    """Exit with code 2 if the library of --track is not installed, or if it requires a login and
+    """Raise a UserError if the library of --track is not installed, or if it requires a login and
     there is none.
     """
-    with exit_on_error(f"--track {name}"):
+    with as_user_error(f"--track {name}"):
         library = importlib.import_module(name)
         if name == "wandb":
             library.login()  # WANDB_MODE=offline requires none
@@ -324,11 +324,11 @@ def append(path: str, rows: list[dict]) -> None:
 
 def read_log(folder: str, name: str = "metrics.jsonl") -> Iterator[dict]:
     """Yield the rows of a log of a run, none if there is no log, without a last line that a kill
-    cut short; exit with code 2 if another line cannot be read.
+    cut short; raise a UserError if another line cannot be read.
     """
     path = Path(folder, name)
     if path.exists():
-        with exit_on_error(str(path)), open(path, encoding="utf-8") as lines:
+        with as_user_error(str(path)), open(path, encoding="utf-8") as lines:
             for line in lines:
                 if line.endswith("\n"):
                     yield json.loads(line)

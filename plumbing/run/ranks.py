@@ -2,20 +2,21 @@
 interruption.
 """
 
+import contextlib
 import faulthandler
-import functools
 import os
 import signal
 import sys
 import time
 import traceback
-from typing import Callable
+from typing import Callable, Iterator
 
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import errors
+from tqdm import tqdm
 
-from utils import EXIT_INTERRUPTED, World, fail, first_line
+from utils import EXIT_INTERRUPTED, Interrupted, UserError, World, first_line, one_line
 
 # Seconds in one phase after which each rank of several prints its traceback, again and again.
 STUCK_AFTER = 600.0
@@ -38,43 +39,59 @@ def begin_phase(name: str, world: World) -> None:
         )
 
 
-def record(main: Callable) -> Callable:
-    """Return a script's `main` with one handler for what it raises; torchrun's report has the
-    error, too.
-
-    What a library raises while the run loads is one line and exit code 2, as is a lost connection
-    to another rank: the cause is in what that rank prints. Any other error keeps its traceback,
-    with a note of the rank and the phase.
+@contextlib.contextmanager
+def report_errors() -> Iterator[None]:
+    """Turn what a command raises into its exit code, and torchrun's report: 2 behind one line for a
+    UserError and for what `as_known` explains, 75 for Interrupted, else a traceback with the rank
+    and the phase.
     """
-
-    @errors.record
-    @functools.wraps(main)
-    def recorded(args) -> None:
-        global on_error
-        on_error = str  # not that of a run before in this process
-        try:
-            main(args)
-        except Exception as error:
+    global on_error
+    on_error = str  # not that of a run before in this process
+    handler = errors.get_error_handler()  # torchrun's
+    handler.initialize()
+    try:
+        yield
+    except Interrupted:
+        sys.exit(EXIT_INTERRUPTED)
+    except Exception as error:
+        if not isinstance(error, UserError):
             place = f"rank {os.environ.get('RANK', '0')} of {os.environ.get('WORLD_SIZE', '1')}, "
             place += f"in the phase {phase!r}{on_error()}"
-            if isinstance(error, torch.OutOfMemoryError):
-                fail(f"{place}: {OUT_OF_MEMORY} ({first_line(error)})", local=True)
-            if isinstance(error, dist.DistError) or "gloo/transport" in str(error):
-                # torchrun reports the rank that ended first, in whole seconds, as the root cause.
-                time.sleep(2)
-                fail(f"{place}: another rank has ended; its message has the reason", local=True)
-            if phase == "load" and isinstance(error, (OSError, ValueError, ImportError)):
-                raised = traceback.extract_tb(error.__traceback__)[-1]
-                fail(
-                    f"{first_line(error)} ({os.path.basename(raised.filename)} line {raised.lineno})",
-                    local=True,
-                )
-            error.add_note(f"({place})")
-            raise
-        finally:
-            faulthandler.cancel_dump_traceback_later()
+            known = as_known(error, place)
+            if known is None:
+                error.add_note(f"({place})")
+                handler.record_exception(error)
+                raise
+            error = known
+        if error.local or os.environ.get("LOCAL_RANK", "0") == "0":
+            message = one_line(str(error))
+            if len(message) > 1000:
+                message = f"{message[:500]} ... {message[-400:]}"
+            tqdm.write(f"error: {message}", sys.stderr)
+        sys.exit(2)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
-    return recorded
+
+def as_known(error: Exception, place: str) -> UserError | None:
+    """Return what a user can do about an error of a library: no memory, a lost connection to
+    another rank, whose message has the cause, or what could not be loaded. None for any other one.
+
+    Args:
+        place: the rank and the phase.
+    """
+    if isinstance(error, torch.OutOfMemoryError):
+        return UserError(f"{place}: {OUT_OF_MEMORY} ({first_line(error)})", local=True)
+    if isinstance(error, dist.DistError) or "gloo/transport" in str(error):
+        # torchrun reports the rank that ended first, in whole seconds, as the root cause.
+        time.sleep(2)
+        reason = "another rank has ended; its message has the reason"
+        return UserError(f"{place}: {reason}", local=True)
+    if phase == "load" and isinstance(error, (OSError, ValueError, ImportError)):
+        raised = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{os.path.basename(raised.filename)} line {raised.lineno}"
+        return UserError(f"{first_line(error)} ({where})", local=True)
+    return None
 
 
 class Interrupt:

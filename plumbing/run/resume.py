@@ -20,7 +20,7 @@ import torch
 
 from plumbing.run.checkpoints import checkpoint_folders
 from plumbing.run.log import read_args, read_log, replace_file
-from utils import ROOT, exit_on_error, fail, warn
+from utils import ROOT, UserError, as_user_error, warn
 
 
 class Origin(NamedTuple):
@@ -44,23 +44,23 @@ def find_origin(args, script: str) -> Origin:
     For rank 0 alone.
 
     The default name consists of the names of script, model (of one that a run saved, the run's) and
-    data set, and the seed. Exits with code 2 if the folder exists and --resume is not given, if
+    data set, and the seed. Raises a UserError if the folder exists and --resume is not given, if
     another process uses it, or if going on would erase what it has.
     """
     model = (run_of(args.model) or Path(args.model)).name
     dataset = Path(args.dataset).name
     name = args.run_name or f"{Path(script).stem}__{model}__{dataset}__{args.seed}"
-    with exit_on_error(f"--output_dir {args.output_dir}"):
+    with as_user_error(f"--output_dir {args.output_dir}"):
         os.makedirs(args.output_dir, exist_ok=True)
         tempfile.TemporaryFile(dir=args.output_dir).close()  # can it be written to?
     folder = os.path.join(args.output_dir, name)
     if not os.path.exists(folder):
         return Origin(folder, None, uuid.uuid4().hex)
     if not args.resume:
-        fail(
+        raise UserError(
             f"--run_name {name}: {folder} exists; continue it with --resume, or choose another name"
         )
-    with exit_on_error(f"--resume {folder}"):
+    with as_user_error(f"--resume {folder}"):
         lock(folder)
         facts = read_args(folder)
         rows = list(read_log(folder))
@@ -68,7 +68,7 @@ def find_origin(args, script: str) -> Origin:
     steps = rows[-1]["step"] if rows else 0
     if not saved:
         if 0 < args.save_every <= steps or os.path.exists(f"{folder}/final"):
-            fail(
+            raise UserError(
                 f"--resume {folder}: has {steps} steps and no checkpoint to go on from; choose another --run_name"
             )
         if steps:
@@ -85,13 +85,15 @@ def lock(folder: str) -> None:
     """Lock a run's folder while this process lives, by a POSIX lock, which forked children do not
     inherit.
 
-    Exits with code 2 if another process has the lock. A file system without locks is not an error.
+    Raises a UserError if another process has the lock. A file system without locks is not an error.
     """
     file = os.open(f"{folder}/.lock", os.O_WRONLY | os.O_CREAT)  # closing it would give up the lock
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
-        fail(f"--run_name {os.path.basename(folder)}: {folder} is in use by another process")
+        raise UserError(
+            f"--run_name {os.path.basename(folder)}: {folder} is in use by another process"
+        ) from None
     except OSError:
         pass
 

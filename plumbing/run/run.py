@@ -3,7 +3,6 @@ training loop.
 """
 
 import math
-import sys
 from typing import Any, Callable, Iterator, NoReturn, Sequence
 
 from torch.distributed.tensor import DTensor
@@ -263,8 +262,8 @@ class Run:
         return f"; step {step} is saved, continue with --resume"
 
     def save_and_exit(self) -> NoReturn:
-        """Save a checkpoint and exit: with code 75 if the run was interrupted, 2 if the rollout
-        engine has failed.
+        """Save a checkpoint and raise Interrupted, or a UserError if the rollout engine has
+        failed.
         """
         failure = getattr(self.engine, "failure", "")
         failures = self.world.all_gather([failure] if failure else [])
@@ -272,10 +271,10 @@ class Run:
             self.fail(f"--rollout_backend {self.args.rollout_backend}: {failures[0]}")
         self.save()
         self.log.close(f"interrupted: step {self.state['step']} is saved, continue with --resume")
-        sys.exit(utils.EXIT_INTERRUPTED)
+        raise utils.Interrupted
 
     def fail(self, message: str) -> NoReturn:
-        """Save a checkpoint and exit with code 2 for a reason that the user can mend."""
+        """Save a checkpoint and raise a UserError."""
         self.save()
         self.log.close(f"step {self.state['step']} is saved, continue with --resume")
-        utils.fail(message)
+        raise utils.UserError(message)

@@ -27,6 +27,7 @@ import ppo
 import reward_model
 import rloo
 from plumbing import cli
+from utils import UserError
 
 SCRIPTS = {"grpo": grpo.Args, "ppo": ppo.Args, "rloo": rloo.Args}
 SCRIPTS |= {"reward_model": reward_model.Args, "distill": distill.Args}
@@ -137,7 +138,7 @@ def passes(script: str, changes: dict, files: dict) -> bool:
         with contextlib.redirect_stderr(open(os.devnull, "w")):
             args = cli.parse(SCRIPTS[script], helpers.words(values))
             getattr(__import__(script), "check_args", lambda args: None)(args)
-    except SystemExit:
+    except (SystemExit, UserError):
         return False
     return True
 

@@ -44,6 +44,7 @@ from plumbing.data import prompts
 from plumbing.rewards.sources import Scoring
 from plumbing.rewards.workers import Workers, end
 from plumbing.run import log as run_log
+from plumbing.run.ranks import report_errors
 
 GAME = f"{ROOT / 'tests/support/game.py'}:Game"  # an environment
 # Thirteen sums of numbers of one and two digits.
@@ -297,7 +298,7 @@ def _main(script: str, flags: list[str], log: str, environment: dict, place: str
     elif place:
         _signal_at(place)
     run_log.plot_curves = lambda *args: None
-    run_and_exit(lambda: module.main(cli.parse(module.Args, flags)))
+    run_and_exit(report_errors()(lambda: module.main(cli.parse(module.Args, flags))))
 
 
 PRELOADED = ["helpers", "preloaded"]
@@ -412,7 +413,7 @@ def refused(captured, call, *args, noisy: bool = False, **options) -> str:
     user's function.
     """
     with pytest.raises(SystemExit) as end:
-        call(*args, **options)
+        report_errors()(call)(*args, **options)
     err = captured.readouterr().err
     lines = [line for line in err.splitlines() if line and not line.startswith("warning:")]
     errors = [line for line in lines if line.startswith("error: ")]
