@@ -5,6 +5,7 @@ map.
 import ast
 import functools
 import importlib
+import itertools
 import re
 from pathlib import Path
 
@@ -52,6 +53,7 @@ def flags() -> set[str]:
     folders = (
         "*.py",
         "plumbing/**/*.py",
+        "extras/**/*.py",
         "scripts/*.py",
         "assets/*.py",
         "tests/agreement/agree.py",
@@ -90,15 +92,14 @@ def missing_paths(text: str) -> set[str]:
     do not exist.
     """
     code = " ".join(re.findall(r"```.*?```|`[^`]*`", text, re.DOTALL))
-    in_a_folder = r"(?:plumbing|scripts|tests|docs|results|assets)/(?:[\w.-]+/?)*"
+    in_a_folder = r"(?:plumbing|extras|scripts|tests|docs|results|assets)/(?:[\w.-]+/?)*"
     named = re.findall(rf"(?<![\w/.:~*${{-])(?:{in_a_folder}|[\w-]+\.(?:py|sh|md))(?![\w/*])", code)
     made = {"my_reward.py", "judge.py", "my_method.py", "scripts/train/my_method.sh", "ppo_8b.sh"}
     # files that the page itself shows
     made |= set(re.findall(r"^# (\w+\.py)\b", text, re.MULTILINE))
     # in tables
-    short = {
-        path.name for folder in ("plumbing", "scripts") for path in ROOT.glob(f"{folder}/**/*")
-    }
+    folders = ("plumbing", "extras", "scripts")
+    short = {path.name for folder in folders for path in ROOT.glob(f"{folder}/**/*")}
     return {x for x in named if x not in made and not (ROOT / x).exists() and x not in short}
 
 
@@ -203,7 +204,8 @@ def test_every_metric_has_a_formula():
     named |= {name.replace("eval/", "train/") for name in named}
     found = set()
     scripts = ("grpo", "rloo", "ppo", "reward_model", "distill", "utils")  # not what a fork adds
-    for path in (*(ROOT / f"{name}.py" for name in scripts), *ROOT.glob("plumbing/**/*.py")):
+    folders = (ROOT.glob(f"{folder}/**/*.py") for folder in ("plumbing", "extras"))
+    for path in (*(ROOT / f"{name}.py" for name in scripts), *itertools.chain(*folders)):
         found |= set(re.findall(rf'"({metric})"', path.read_text()))
     assert len(found) > 30
     assert found <= named

@@ -1,7 +1,7 @@
 """Families of models: each trains for two steps, and is exact. With --long all of them, else a few
 that differ most.
 
-python tests/test_families.py     # writes the table of all in docs/models_and_memory.md
+python tests/test_families.py     # writes the list of all in docs/models_and_memory.md
 """
 
 import re
@@ -179,8 +179,8 @@ def test_models_that_the_decode_loop_cannot_run_are_refused(kind, tmp_path, caps
         )
 
 
-def write_table() -> None:
-    """Put the table in place of the one of the page."""
+def write_list() -> None:
+    """Put the list in place of the one of the page."""
     page = Path(__file__).parent.parent / "docs/models_and_memory.md"
     by_difference = {}
     for family in FAMILIES:
@@ -189,10 +189,9 @@ def write_table() -> None:
                 family
             )
     in_order = sorted(by_difference.items(), key=lambda x: float(x[0]))
-    rows = [f"| {nats} | {', '.join(names)} |" for nats, names in in_order]
-    table = "\n".join(["| nats | families |", "|---|---|", *rows, ""])
-    page.write_text(re.sub(r"\| nats.*\n(\|.*\n)+", table, page.read_text()))
+    lines = "".join(f"- {nats}: {', '.join(names)}\n" for nats, names in in_order)
+    page.write_text(re.sub(r"(- \de-\d\d: .*\n)+", lines, page.read_text()))
 
 
 if __name__ == "__main__":
-    write_table()
+    write_list()

@@ -43,6 +43,11 @@ def lines(*patterns: str) -> int:
     return sum(len(path.read_text().splitlines()) for path in paths_of(*patterns))
 
 
+def words(*patterns: str) -> int:
+    """Return the words of the files that match the patterns."""
+    return sum(len(path.read_text().split()) for path in paths_of(*patterns))
+
+
 def tokens(*patterns: str) -> int:
     """Return the Python tokens of the files that match the patterns."""
     count = 0
@@ -94,7 +99,7 @@ def table() -> dict[str, tuple[int, int]]:
             lines(*(f"assets/report/*.{end}" for end in ("js", "css", "html"))),
             500,
         ),
-        "docs/, lines": (lines("docs/*.md"), 1_125),
+        "docs/, words": (words("docs/*.md"), 14_000),
         "README.md, lines": (lines("README.md"), 150),
         "flags of grpo.py": (len(dataclasses.fields(Args)), 90),
         "our modules that import grpo loads": (len(modules()[0]), 31),
