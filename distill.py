@@ -335,14 +335,12 @@ class Teacher(LanguageModel):
 # --------------------------------------------------------------------------------------------------
 
 
-def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) -> Experience | None:
+def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) -> Experience:
     """Gather a response to each prompt of a step: the student's with probability --on_policy_share,
     else the row's.
 
     Args:
         state: what the rollout before left (`Experience.state`): the "position" of the next prompt.
-    Returns:
-        The Experience; None if the run is interrupted.
     """
     args = sampler.args
     reward_sources = sampler.reward_sources
@@ -354,10 +352,7 @@ def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) ->
     asked = [row for row, by_student in zip(rows, answers) if by_student]
     copied = [row for row, by_student in zip(rows, answers) if not by_student]
     if asked:
-        sampled = sampler.rollout(asked, 1, ("rollout", args.seed, step))
-        if sampled is None:
-            return None
-        samples = sampled.samples
+        samples = sampler.rollout(asked, 1, ("rollout", args.seed, step)).samples
     for row in copied:
         length = len(row["response"])
         outputs = {"rollout_logprobs": [math.nan] * length}  # nobody sampled them

@@ -43,22 +43,25 @@ from transformers import PreTrainedModel
 import utils
 from plumbing import cli
 from plumbing.cli import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share
-from plumbing.data.mixture import load_train_and_eval
+from plumbing.data.mixture import load_train_and_eval, take_prompts
 from plumbing.data.rows import Row
 from plumbing.models import loading
 from plumbing.models.sharding import Sharding, model_device, set_gradient_sync, sync_reference
 from plumbing.rewards.sources import RewardSources, check_reference, reward_weights
 from plumbing.rollout import engines
 from plumbing.rollout.batch import (
+    MAX_REFILLS,
     Batch,
     Experience,
+    Sample,
     Sampler,
     forbid_gradient,
     forward_batch,
     forward_tokens,
     invert_distribution,
     logits_processors,
-    sample_groups,
+    prompts_to_add,
+    select_groups,
 )
 from plumbing.rollout.kv_cache import expand_cache
 from plumbing.run import evaluation
@@ -605,27 +608,32 @@ def decoupled_scores(batch: Batch, args: Args) -> Tensor:
     return weighted_sum(normalized, args).masked_fill(left_out, math.nan)
 
 
-def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) -> Experience | None:
-    """Sample and score the prompts of a step: `sample_groups` calls `score` on all responses so far,
-    again after each refill of --filter_groups.
+def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) -> Experience:
+    """Sample and score the prompts of a step, and with --filter_groups refill further prompts, until
+    enough groups have two different scores.
 
     Args:
         state: what the rollout before left (`Experience.state`): the "position" of the next prompt.
-    Returns:
-        The Experience; None if the run is interrupted.
     """
     args = sampler.args
-
-    def score(batch: Batch) -> Tensor:
-        """Set the scores, and return which groups have two different ones, for --filter_groups:
-        (prompts,) bool.
-        """
+    position = state.get("position", 0)
+    count = args.rollout_batch_size  # prompts to sample
+    samples: list[Sample] = []
+    for refill in range(1 + MAX_REFILLS):
+        rows = take_prompts(prompts, position, count, args.seed)
+        key = ("rollout", args.seed, step, refill) if refill else ("rollout", args.seed, step)
+        latest = sampler.rollout(rows, args.group_size, key)
+        position += count
+        samples += latest.samples
+        batch = Batch.from_samples(samples, latest.stopped.device)
         sums = weighted_sum(batch.reward_components, args)
         batch.scores = final_scores(sums, batch.response_lengths, batch.stopped, args)
         outcomes = decoupled_scores(batch, args) if args.advantage_scale == "gdpo" else batch.scores
-        return ~equal_scores(outcomes.view(-1, args.group_size))
-
-    return sample_groups(sampler, prompts, step, state, score)
+        has_signal = ~equal_scores(outcomes.view(-1, args.group_size))  # (prompts,)
+        count = prompts_to_add(has_signal, latest, sampler)
+        if not count:
+            break
+    return select_groups(batch, has_signal, sampler, step, position)
 
 
 def group_advantages(scores: Tensor, group_size: int, scale: str) -> Tensor:

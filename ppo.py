@@ -54,8 +54,10 @@ from plumbing.models.sharding import Sharding, model_device, set_gradient_sync, 
 from plumbing.rewards.sources import RewardSources, check_reference, reward_weights
 from plumbing.rollout import engines
 from plumbing.rollout.batch import (
+    MAX_REFILLS,
     Batch,
     Experience,
+    Sample,
     Sampler,
     collate,
     forbid_gradient,
@@ -63,7 +65,8 @@ from plumbing.rollout.batch import (
     forward_tokens,
     invert_distribution,
     logits_processors,
-    sample_groups,
+    prompts_to_add,
+    select_groups,
 )
 from plumbing.rollout.kv_cache import expand_cache
 from plumbing.run import evaluation
@@ -853,33 +856,35 @@ def final_scores(
     return torch.where(stopped, scores, math.nan) if args.mask_truncated else scores
 
 
-def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) -> Experience | None:
-    """Sample and score the prompts of a step: `sample_groups` calls `score` on all responses so far,
-    again after each refill of --filter_groups.
+def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) -> Experience:
+    """Sample and score the prompts of a step, and with --filter_groups refill further prompts, until
+    enough groups have two different scores.
 
     Args:
         state: what the rollout before left (`Experience.state`): the "position" of the next prompt,
             and the "score_statistics".
-    Returns:
-        The Experience; None if the run is interrupted.
     """
     args = sampler.args
-    # Of the steps before: to these `score` adds all responses of this step so far, at each call.
-    earlier = state.get("score_statistics", [0.0, 0.0, 0.0])
-
-    def score(batch: Batch) -> Tensor:
-        """Set the scores, and return which groups have two different ones, for --filter_groups:
-        (prompts,) bool.
-        """
+    position = state.get("position", 0)
+    count = args.rollout_batch_size  # prompts to sample
+    samples: list[Sample] = []
+    earlier = state.get("score_statistics", [0.0, 0.0, 0.0])  # of the steps before
+    for refill in range(1 + MAX_REFILLS):
+        rows = take_prompts(prompts, position, count, args.seed)
+        key = ("rollout", args.seed, step, refill) if refill else ("rollout", args.seed, step)
+        latest = sampler.rollout(rows, args.group_size, key)
+        position += count
+        samples += latest.samples
+        batch = Batch.from_samples(samples, latest.stopped.device)
         sums = weighted_sum(batch.reward_components, args)
         statistics = update_statistics(earlier, sums)
         batch.scores = final_scores(sums, batch.response_lengths, batch.stopped, statistics, args)
-        return ~equal_scores(batch.scores.view(-1, args.group_size))
-
-    experience = sample_groups(sampler, prompts, step, state, score)
-    if experience is not None:
-        sums = weighted_sum(experience.sampled.reward_components, args)
-        experience.state["score_statistics"] = update_statistics(earlier, sums)
+        has_signal = ~equal_scores(batch.scores.view(-1, args.group_size))  # (prompts,)
+        count = prompts_to_add(has_signal, latest, sampler)
+        if not count:
+            break
+    experience = select_groups(batch, has_signal, sampler, step, position)
+    experience.state["score_statistics"] = statistics
     return experience
 
 

@@ -301,16 +301,14 @@ def cut_pairs(pairs: list[dict], budget: int, world) -> list[list[int]]:
     return utils.micro_batches(lengths, budget, world)
 
 
-def score_pairs(
-    model: nn.Module, pairs: list[dict], budget: int, interrupt, world
-) -> Tensor | None:
-    """Return scores of chosen and rejected sides (P, 2) float64, computed on all ranks; None if
-    interrupted.
+def score_pairs(model: nn.Module, pairs: list[dict], budget: int, interrupt, world) -> Tensor:
+    """Return scores of chosen and rejected sides (P, 2) float64, computed on all ranks; raise
+    Interrupted once one of them is asked to save and exit.
     """
     local: list[tuple] = []
     for cut in cut_pairs(pairs, budget, world):
         if interrupt.agreed():
-            return None
+            raise utils.Interrupted
         with torch.no_grad():
             scores = model(*collate_pairs([pairs[i] for i in cut], world.device))
         local += zip(cut, scores.view(2, -1).T.tolist())
@@ -373,14 +371,12 @@ def main(args: Args) -> None:
     )
     run.check_rows(pairs, eval_pairs)
 
-    def evaluate(pairs: list[dict] = eval_pairs) -> tuple[dict, list[dict]] | None:
+    def evaluate(pairs: list[dict] = eval_pairs) -> tuple[dict, list[dict]]:
         """Score pairs, keep mean and deviation in the model's config, and return metrics and
         samples.
         """
         # (P, 2)
         scores = score_pairs(scorer, pairs, args.micro_batch_tokens, run.interrupt, world)
-        if scores is None:
-            return None
         config.score_mean = scores.mean().item()
         config.score_std = scores.std().item()
         statistics = pair_statistics(scores, [pair["subset"] for pair in pairs])
@@ -430,11 +426,11 @@ def main(args: Args) -> None:
         samples = sample_pairs(batch[: args.log_samples], scores)
         tokens = sum(len(pair[side]) for pair in batch for side in SIDES)
         run.finish_step(metrics, samples, tokens, tokens, position=position)
-    if (
-        not eval_pairs
-        and evaluate(take_prompts(pairs, 0, min(1000, len(pairs)), args.seed)) is None
-    ):
-        run.save_and_exit()
+    if not eval_pairs:  # mean and deviation of the scores are those of training pairs
+        try:
+            evaluate(take_prompts(pairs, 0, min(1000, len(pairs)), args.seed))
+        except utils.Interrupted:
+            run.save_and_exit()
     run.finish()
 
 

@@ -55,15 +55,18 @@ from plumbing.models.sharding import Sharding, model_device, set_gradient_sync, 
 from plumbing.rewards.sources import RewardSources, check_reference, reward_weights
 from plumbing.rollout import engines
 from plumbing.rollout.batch import (
+    MAX_REFILLS,
     Batch,
     Experience,
+    Sample,
     Sampler,
     forbid_gradient,
     forward_batch,
     forward_tokens,
     invert_distribution,
     logits_processors,
-    sample_groups,
+    prompts_to_add,
+    select_groups,
     unscored,
 )
 from plumbing.rollout.kv_cache import expand_cache
@@ -593,44 +596,46 @@ def final_scores(scores: Tensor, lengths: Tensor, stopped: Tensor, args: Args) -
     return torch.where(stopped, scores, math.nan) if args.mask_truncated else scores
 
 
-def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) -> Experience | None:
-    """Sample and score the prompts of a step: `sample_groups` calls `score` on all responses so far,
-    again after each refill of --filter_groups.
+def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) -> Experience:
+    """Sample and score the prompts of a step, and with --filter_groups refill further prompts, until
+    enough groups have two different scores.
 
-    With --advantage remax, also the greedy response to each prompt: its score is the baseline of
-    the sampled ones.
+    With --advantage remax, also sample the greedy response to each prompt: its score is the
+    baseline of the sampled ones.
 
     Args:
         state: what the rollout before left (`Experience.state`): the "position" of the next prompt.
-    Returns:
-        The Experience; None if the run is interrupted.
     """
     args = sampler.args
-
-    def score(batch: Batch) -> Tensor:
-        """Set the scores, and return which groups have two different ones, for --filter_groups:
-        (prompts,) bool.
-        """
+    position = state.get("position", 0)
+    count = args.rollout_batch_size  # prompts to sample
+    samples: list[Sample] = []
+    for refill in range(1 + MAX_REFILLS):
+        rows = take_prompts(prompts, position, count, args.seed)
+        key = ("rollout", args.seed, step, refill) if refill else ("rollout", args.seed, step)
+        latest = sampler.rollout(rows, args.group_size, key)
+        position += count
+        samples += latest.samples
+        batch = Batch.from_samples(samples, latest.stopped.device)
         sums = weighted_sum(batch.reward_components, args)
         batch.scores = final_scores(sums, batch.response_lengths, batch.stopped, args)
-        return ~equal_scores(batch.scores.view(-1, args.group_size))
-
-    experience = sample_groups(sampler, prompts, step, state, score)
-    if experience is None or args.advantage != "remax":
-        return experience
-    batch = experience.batch
-    rows = take_prompts(prompts, state.get("position", 0), args.rollout_batch_size, args.seed)
+        has_signal = ~equal_scores(batch.scores.view(-1, args.group_size))  # (prompts,)
+        count = prompts_to_add(has_signal, latest, sampler)
+        if not count:
+            break
+    if args.advantage != "remax":
+        return select_groups(batch, has_signal, sampler, step, position)
     greedy = sampler.rollout(rows, 0, ("greedy", args.seed, step))
-    if greedy is None:
-        return None
     sums = weighted_sum(greedy.reward_components, args)
     # A baseline cannot be left out: a greedy response without a stop token has its penalty.
     unmasked = dataclasses.replace(args, mask_truncated=False)
-    baselines = final_scores(sums, greedy.response_lengths, greedy.stopped, unmasked)
+    baselines = final_scores(sums, greedy.response_lengths, greedy.stopped, unmasked)  # (prompts,)
+    missing = ~baselines.isfinite()
+    without = missing.repeat_interleave(args.group_size)  # (N,)
+    batch.scores = batch.scores.masked_fill(without, math.nan)
+    experience = select_groups(batch, has_signal, sampler, step, position)
     experience.baselines = baselines.repeat_interleave(args.group_size)
-    scores = batch.scores.masked_fill(~experience.baselines.isfinite(), math.nan)
-    experience.batch = dataclasses.replace(batch, scores=scores)
-    experience.metrics["val/missing_greedy_scores"] = int((~baselines.isfinite()).sum())
+    experience.metrics["val/missing_greedy_scores"] = int(missing.sum())
     experience.sampled_tokens += sum(greedy.lengths)
     experience.unscored = experience.unscored or unscored(greedy, sampler.reward_sources, args)
     return experience

@@ -284,9 +284,12 @@ def main(args: Args) -> None:
         # As in a run's evaluation.
         key = ("evaluation", args.seed, first) if first else ("evaluation", args.seed)
         part = prompts.skip(first).take(PROMPTS_AT_ONCE)
-        batch = sampler.rollout(part, n if args.temperature else 0, key)
-        if batch is None:
-            raise utils.UserError(f"--backend {args.backend}: {engine.failure}")
+        try:
+            batch = sampler.rollout(part, n if args.temperature else 0, key)
+        except utils.Interrupted as error:
+            if engine is None or not engine.failure:
+                raise
+            raise utils.UserError(f"--backend {args.backend}: {engine.failure}") from error
         samples += batch.samples
 
     # ---- results ----

@@ -598,7 +598,8 @@ def test_micro_batches_are_as_long_as_their_longest_response(setting):
 
 def test_an_interrupted_rollout_is_none(setting):
     sampler, rows = setting
-    assert replace(sampler, interrupted=lambda: True).rollout(rows, 3, KEY) is None
+    with pytest.raises(utils.Interrupted):
+        replace(sampler, interrupted=lambda: True).rollout(rows, 3, KEY)
     assert not sampler.reward_sources.seen
 
 

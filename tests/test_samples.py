@@ -12,6 +12,7 @@ import torch
 from helpers import folder_of, metrics_of, run_here, variant, weights_of
 
 import grpo
+import utils
 from plumbing.data import mixture
 from plumbing.rollout import batch
 from plumbing.rollout.batch import Batch, Sample
@@ -38,7 +39,7 @@ class Rollout:
     def __call__(self, rows, count, key):
         self.calls.append(([row["i"] for row in rows], count, key))
         if len(self.calls) == self.end:
-            return None
+            raise utils.Interrupted
         scores = lambda score: dict(zip(self.sources, (score, -2 * score)))
         samples = [
             Sample(
@@ -67,7 +68,7 @@ def collected(monkeypatch):
 
     def collect(table, position=0, end=None, max_refills=9, **flags):
         size = len(table[0])
-        monkeypatch.setattr(batch, "MAX_REFILLS", max_refills)
+        monkeypatch.setattr(grpo, "MAX_REFILLS", max_refills)
         common = {
             "reward": ("exact",),
             "rollout_batch_size": 4,
@@ -183,7 +184,8 @@ def test_a_dead_source_is_not_asked_again(collected):
 
 
 def test_an_interrupt_while_refilling(collected):
-    assert collected([[1.0, 1.0]], end=2, filter_groups="refill")[0] is None
+    with pytest.raises(utils.Interrupted):
+        collected([[1.0, 1.0]], end=2, filter_groups="refill")
 
 
 def test_groups_are_compared_after_masking_and_penalties(collected):

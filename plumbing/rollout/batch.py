@@ -21,7 +21,6 @@ from transformers import PreTrainedTokenizerBase
 from transformers.generation import logits_process
 
 import utils
-from plumbing.data.mixture import take_prompts
 from plumbing.data.rows import Row
 from plumbing.models.sharding import model_device, unsharded
 from plumbing.models.speed import Decoding
@@ -106,7 +105,7 @@ class Sampler:
         self.reward_sources.waited = 0.0
         return {"time/reward": waited, **(self.engine or self.decoding).metrics()}
 
-    def rollout(self, rows: list[Row], samples: int, key: tuple) -> "Batch | None":
+    def rollout(self, rows: list[Row], samples: int, key: tuple) -> "Batch":
         """Sample and score responses to some prompts, spread over the ranks.
 
         Args:
@@ -114,7 +113,9 @@ class Sampler:
             samples: responses per prompt; 0 for a single greedy one.
             key: names the random numbers, see `utils.generator`.
         Returns:
-            The Batch, the same on every rank; None if the run is interrupted.
+            The Batch, the same on every rank.
+        Raises:
+            Interrupted: on all ranks, if one of them was asked to save and exit.
         """
         rows = [row for row in rows for _ in range(samples or 1)]
         size = samples or 1 if self.reward_sources.whole else 1
@@ -134,10 +135,10 @@ class Sampler:
             scoring.add,
         )
         if self.world.any(interrupted() or len(scoring.samples) < len(local)):
-            return None
+            raise utils.Interrupted
         responses = scoring.finish()
         if self.world.any(self.interrupted()):  # then some scores may be missing
-            return None
+            raise utils.Interrupted
         for sample in responses:
             sample.row = {}  # all ranks have it
         places = [
@@ -370,48 +371,40 @@ class Experience:
     # What the next rollout depends on: the "position" of its first prompt, see `take_prompts`.
     state: dict
     unscored: str  # see the function of this name
-    # (N,), scores of the greedy responses to the same prompts (rloo.py)
-    baselines: Tensor | None = None
+    baselines: Tensor | None = None  # (N,), scores of the greedy responses (rloo.py)
 
 
-def sample_groups(
-    sampler: Sampler,
-    prompts: Sequence[Row],
-    step: int,
-    state: dict,
-    score: Callable[[Batch], Tensor],
-) -> Experience | None:
-    """Sample and score the prompts of a step, and drop or replace groups as --filter_groups says.
+def prompts_to_add(has_signal: Tensor, latest: Batch, sampler: Sampler) -> int:
+    """Return how many further prompts --filter_groups refill samples in place of groups without two
+    different scores; 0 where it does not, where there are enough, or nothing scores them.
 
     Args:
-        state: see `Experience`.
-        score: sets `Batch.scores`, and returns which groups can train: (prompts,) bool.
-    Returns:
-        The Experience; None if the run is interrupted.
+        has_signal: (prompts,) bool, of all prompts so far. latest: responses to the newest ones.
     """
     args = sampler.args
-    position = state.get("position", 0)
     wanted = args.rollout_batch_size
+    groups = int(has_signal.sum())
+    if args.filter_groups != "refill" or groups >= wanted:
+        return 0
+    if unscored(latest, sampler.reward_sources, args):
+        return 0
+    # As many as are needed if the next prompts are like those so far.
+    return min(wanted, math.ceil((wanted - groups) * len(has_signal) / max(1, groups)))
+
+
+def select_groups(
+    sampled: Batch, has_signal: Tensor, sampler: Sampler, step: int, position: int
+) -> Experience:
+    """Return the scored responses of a step as an Experience, without the groups that
+    --filter_groups drops.
+
+    Args:
+        has_signal: (prompts,) bool, the groups with two different scores. position: see
+            `Experience.state`.
+    """
+    args = sampler.args
     size = args.group_size
-    samples: list[Sample] = []
-    count = wanted
-    for refill in range(1 + MAX_REFILLS):
-        rows = take_prompts(prompts, position, count, args.seed)
-        key = ("rollout", args.seed, step, refill) if refill else ("rollout", args.seed, step)
-        latest = sampler.rollout(rows, size, key)
-        if latest is None:
-            return None
-        position = position + count
-        samples = samples + latest.samples
-        sampled = Batch.from_samples(samples, latest.stopped.device)
-        has_signal = score(sampled)
-        groups = int(has_signal.sum())
-        if args.filter_groups != "refill" or groups >= wanted:
-            break
-        if unscored(latest, sampler.reward_sources, args):
-            break
-        # As many prompts as are needed if the next ones are like those so far.
-        count = min(wanted, math.ceil((wanted - groups) * len(has_signal) / max(1, groups)))
+    groups = int(has_signal.sum())
     metrics = {
         "val/zero_std_fraction": 1 - groups / len(has_signal) if size > 1 else math.nan,
         "val/sampled_prompts": len(has_signal),
@@ -422,8 +415,9 @@ def sample_groups(
         if not groups:  # nothing to learn from in this step
             scores = torch.full_like(scores, math.nan)
             has_signal = torch.ones_like(has_signal)
-        chosen = has_signal.repeat_interleave(size).nonzero()[: wanted * size, 0].tolist()
-        batch = Batch.from_samples([samples[i] for i in chosen], scores.device)
+        most = args.rollout_batch_size * size
+        chosen = has_signal.repeat_interleave(size).nonzero()[:most, 0].tolist()
+        batch = Batch.from_samples([sampled.samples[i] for i in chosen], scores.device)
         batch.scores = scores[chosen]
     if not batch.scores.isfinite().any():
         utils.warn(

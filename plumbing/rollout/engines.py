@@ -18,7 +18,7 @@ from plumbing.data.rows import Row
 from plumbing.models.loading import Precision, check_decodes
 from plumbing.models.speed import Decoding
 from plumbing.rollout.batch import Experience, Sampler
-from utils import UserError, World
+from utils import Interrupted, UserError, World
 
 if TYPE_CHECKING:  # imported where a flag asks for them, or by the script
     from extras.vllm.engine import VllmSampling
@@ -141,8 +141,8 @@ class Rollouts:
         Args:
             run: which has started.
             collect: makes the rollout of a step, an Experience, from a sampler, the prompts, the
-                number of the step and what the rollout before has left (`Experience.state`); returns
-                early, None, once `run.interrupt.requested` is set.
+                number of the step and what the rollout before has left (`Experience.state`); raises
+                Interrupted once `run.interrupt.requested` is set.
         """
         self.run = run
         self.sampler = sampler
@@ -164,12 +164,13 @@ class Rollouts:
         """Return the rollout of a step. If it was interrupted, or a reward source gave no score,
         save and exit.
         """
-        if step in self.ahead:
-            experience = self.ahead[step].result()
-            del self.ahead[step]
-        else:
-            experience = self.collect(self.sampler, self.prompts, step, self.run.state)
-        if experience is None:
+        try:
+            if step in self.ahead:
+                experience = self.ahead[step].result()
+                del self.ahead[step]
+            else:
+                experience = self.collect(self.sampler, self.prompts, step, self.run.state)
+        except Interrupted:
             self.run.save_and_exit()
         if experience.unscored:
             self.run.fail(
@@ -187,7 +188,7 @@ class Rollouts:
 
     # A daemon: at exit, it may be in a collective with a rank that has ended.
     @pebble.concurrent.thread
-    def _collect_ahead(self, step: int, state: dict) -> Experience | None:
+    def _collect_ahead(self, step: int, state: dict) -> Experience:
         if self.run.world.device.type == "cuda":
             torch.cuda.set_device(self.run.world.device)  # the current device is set per thread
         return self.collect(self.samplers[step % self.async_steps], self.prompts, step, state)

@@ -31,14 +31,14 @@ def correct_responses(batch: Batch, reward_sources: RewardSources) -> torch.Tens
     return correct
 
 
-def evaluate(sampler: Sampler, rows: list[Row]) -> tuple[dict, list[dict]] | None:
+def evaluate(sampler: Sampler, rows: list[Row]) -> tuple[dict, list[dict]]:
     """Measure greedy and sampled accuracy, with the same random numbers at every call.
 
     Args:
         rows: held-out prompts.
     Returns:
         Metrics (eval/accuracy is the mean over all samples, which is pass@1; NaN where there is no
-        score), and samples as `sample_rows` gives them, one per prompt; None if interrupted.
+        score), and samples as `sample_rows` gives them, one per prompt.
     """
     reward_sources = sampler.reward_sources
     args = sampler.args
@@ -46,8 +46,6 @@ def evaluate(sampler: Sampler, rows: list[Row]) -> tuple[dict, list[dict]] | Non
     k = args.eval_samples
     for name, samples in (("greedy_", 0), ("", k)):
         batch = sampler.rollout(rows, samples, ("evaluation", args.seed))
-        if batch is None:
-            return None
         correct = correct_responses(batch, reward_sources)
         if reward_sources.verifiers:
             metrics[f"eval/{name}accuracy"] = correct.nanmean().item()

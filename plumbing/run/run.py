@@ -128,8 +128,8 @@ class Run:
         run continues here.
 
         Args:
-            evaluate: returns metrics and sample rows, or None if it was interrupted; None for a run
-                that has nothing to evaluate on.
+            evaluate: returns metrics and sample rows; None for a run that has nothing to evaluate
+                on.
         """
         self.interrupt.can_save = True
         while True:
@@ -167,10 +167,10 @@ class Run:
         due = every and (step % every == 0 or step >= self.total_steps)
         if evaluate and due:
             self.phase("evaluation")
-            evaluation = evaluate()
-            if evaluation is None:
+            try:
+                metrics, held_out = evaluate()
+            except utils.Interrupted:
                 self.save_and_exit()
-            metrics, held_out = evaluation
             results = as_logged(metrics)
             self.log.table(step, held_out)
         self.state.update(
