@@ -14,7 +14,7 @@ import pytest
 import torch
 from helpers import ROOT
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").glob("*.md"))]
 MAP = ROOT / "docs" / "reading_map.md"
 REFERENCE = re.compile(r"`([\w/]+\.py): ([\w.]+)`")  # `grpo.py: group_advantages`
 # 1. `grpo.py`: `main` calls `collect`
