@@ -29,6 +29,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
+VERSION = "0.5.0"  # of the project; CHANGELOG.md and CITATION.cff have it, too
 ROOT = os.path.dirname(os.path.abspath(__file__))
 # SIGTERM or SIGINT: a checkpoint was saved, unless the first step had not begun
 EXIT_INTERRUPTED = 75

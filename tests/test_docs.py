@@ -12,7 +12,10 @@ from pathlib import Path
 import helpers
 import pytest
 import torch
+import yaml
 from helpers import ROOT
+
+import utils
 
 PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").glob("*.md"))]
 MAP = ROOT / "docs" / "reading_map.md"
@@ -179,6 +182,13 @@ def test_the_example_of_a_fork_trains(tmp_path, monkeypatch):
         assert 0 < helpers.metrics_of(values)[-1]["policy/uncertain_share"] <= 1
         trained.append(helpers.weights_of(helpers.folder_of(values) / "final")["lm_head.weight"])
     assert not any(torch.equal(trained[0], other) for other in trained[1:])
+
+
+def test_the_version_is_the_same_everywhere():
+    """In utils.py, the newest heading of CHANGELOG.md and CITATION.cff."""
+    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1]
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"]
+    assert newest == cited == utils.VERSION
 
 
 def test_the_reading_map_has_every_equation():

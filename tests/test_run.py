@@ -26,6 +26,7 @@ from helpers import (
 from test_equations import close, gdpo_by_hand
 
 import grpo
+import utils
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +68,9 @@ def test_what_a_run_leaves(base, tmp_path):
     assert sorted(path.name for path in folder.iterdir()) == files.split()
     assert (folder / "grpo.py").read_text() == (helpers.ROOT / "grpo.py").read_text()
 
+    assert done.stdout.startswith(f"Loopwise {utils.VERSION}: loading {values['model']}\n")
     facts = json.loads((folder / "args.json").read_text())
+    assert facts["version"] == utils.VERSION
     assert facts["args"].keys() == {field.name for field in dataclasses.fields(grpo.Args)}
     assert all(facts["args"][name] in (value, [value]) for name, value in values.items())
     assert (

@@ -20,7 +20,7 @@ import torch
 
 from plumbing.run.checkpoints import checkpoint_folders
 from plumbing.run.log import read_args, read_log, replace_file
-from utils import ROOT, UserError, as_user_error, warn
+from utils import ROOT, VERSION, UserError, as_user_error, warn
 
 
 class Origin(NamedTuple):
@@ -123,6 +123,7 @@ def open_folder(origin: Origin, args, script: str, ranks: int, step: int) -> Non
         kept = [json.dumps(row) + "\n" for row in read_log(folder, name) if row["step"] <= last]
         replace_file(f"{folder}/{name}", "".join(kept))
     facts = {
+        "version": VERSION,
         "script": os.path.relpath(script, ROOT),
         "args": as_json(args),
         "defaults": as_json(type(args)()),

@@ -28,7 +28,7 @@ class Run:
         nothing.
         """
         ranks.begin_phase("load", world)
-        utils.say(f"loading {args.model}")
+        utils.say(f"Loopwise {utils.VERSION}: loading {args.model}")
         self.args = args
         self.script = script
         self.world = world
