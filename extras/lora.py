@@ -1,11 +1,13 @@
 """LoRA adapters, by peft."""
 
 import os
+from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 
-def add_lora(model: torch.nn.Module, args) -> None:
+def add_lora(model: PreTrainedModel, args: Any) -> None:
     """Freeze a model and give each linear layer of its blocks a LoRA adapter (arXiv:2106.09685), by
     peft.
 
@@ -38,7 +40,7 @@ def add_lora(model: torch.nn.Module, args) -> None:
             parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
 
 
-def forward_without_lora(policy: torch.nn.Module, *inputs, **options):
+def forward_without_lora(policy: Any, *inputs: torch.Tensor, **options: Any):
     """Return what a policy's forward gives without its adapter, as a reference."""
     policy.model.disable_adapters()
     try:

@@ -7,15 +7,20 @@ import json
 import math
 import os
 import re
-from typing import Callable, NamedTuple
+from typing import TYPE_CHECKING, Any, Callable, NamedTuple
 
 import torch
 import transformers
 from torch.utils.checkpoint import checkpoint
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
+from plumbing.cli import ModelArgs
 from utils import UserError, as_user_error, find_hub, say, warn
+
+if TYPE_CHECKING:  # which imports this file
+    from plumbing.models.sharding import Sharding
 
 
 class Precision(NamedTuple):
@@ -35,7 +40,7 @@ class Precision(NamedTuple):
         """
         return self.compute_dtype or self.param_dtype
 
-    def base_dtype(self, args) -> torch.dtype:
+    def base_dtype(self, args: ModelArgs) -> torch.dtype:
         """Return the format in which a model that trains is loaded: with LoRA its weights are
         frozen.
         """
@@ -120,7 +125,7 @@ def load_tokenizer(
     return tokenizer
 
 
-def check_template(tokenizer, system_prompt: str) -> None:
+def check_template(tokenizer: PreTrainedTokenizerBase, system_prompt: str) -> None:
     """Raise a UserError if the chat template refuses a prompt or renders nothing of it; warn if it
     does not begin the assistant's turn.
     """
@@ -139,7 +144,7 @@ def check_template(tokenizer, system_prompt: str) -> None:
         )
 
 
-def with_system_turn(template, text: str):
+def with_system_turn(template: str | dict[str, str], text: str):
     """Return a chat template, or several by name, that puts a system turn before a conversation
     that has none.
 
@@ -156,7 +161,7 @@ def with_system_turn(template, text: str):
     return template if template.startswith(first) else f"{first}\n{template}"
 
 
-def end_of_turn(tokenizer) -> str:
+def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return what the chat template writes behind a last turn of the assistant; "" if there is no
     template.
     """
@@ -166,7 +171,9 @@ def end_of_turn(tokenizer) -> str:
         return tokenizer.apply_chat_template(TURNS, tokenize=False).partition("A-TURN")[2]
 
 
-def stop_token_ids(tokenizer, model_name: str, stop_token: str) -> list[int]:
+def stop_token_ids(
+    tokenizer: PreTrainedTokenizerBase, model_name: str, stop_token: str
+) -> list[int]:
     """Return the ids that end a response; the first is the one that a policy writes, and that ends
     a text to learn.
 
@@ -202,7 +209,7 @@ def stop_token_ids(tokenizer, model_name: str, stop_token: str) -> list[int]:
     return list(ids)
 
 
-def load_tokenizer_and_stop_ids(args) -> tuple:
+def load_tokenizer_and_stop_ids(args: Any) -> tuple:
     """Return the tokenizer of --model and the ids that end a response, which are printed; see the
     functions above.
     """
@@ -335,7 +342,7 @@ def load_model(
     return model.to(device)
 
 
-def caps_scores(config) -> bool:
+def caps_scores(config: PretrainedConfig) -> bool:
     """Return whether a model caps the scores of its attention, as Gemma 2 does: transformers' sdpa
     leaves that out.
     """
@@ -347,7 +354,7 @@ class ScalarModel(torch.nn.Module):
     scores.
     """
 
-    def __init__(self, model: transformers.PreTrainedModel):
+    def __init__(self, model: PreTrainedModel):
         super().__init__()
         self.model = model
 
@@ -405,7 +412,7 @@ def scalar_config(flag: str, name: str) -> tuple:
     return config, trained
 
 
-def check_can_read(flag: str, name: str, tokenizer) -> None:
+def check_can_read(flag: str, name: str, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise a UserError unless a model gives each token the id that `tokenizer`, that of --model,
     gives it.
     """
@@ -425,7 +432,7 @@ def check_same_tokens(flag: str, name: str, model: str) -> None:
         raise UserError(f"{flag} {name}: has {theirs} tokens, less than the {ours} of --model")
 
 
-def vocabulary_difference(ours, theirs) -> str:
+def vocabulary_difference(ours: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase) -> str:
     """Return how the vocabulary of a tokenizer, `theirs`, differs from that of --model; "" if it
     does not.
 
@@ -443,7 +450,7 @@ def vocabulary_difference(ours, theirs) -> str:
 
 
 @torch.no_grad()
-def check_head(flag: str, model: torch.nn.Module, head: Callable) -> None:
+def check_head(flag: str, model: PreTrainedModel, head: Callable) -> None:
     """Raise a UserError if `head`, hidden states -> logits, as it trains, differs from the model's
     as it samples.
     """
@@ -477,7 +484,7 @@ LOGIT_FACTORS = {  # entries of configurations -> power of the factor
 }
 
 
-def adjusted_logits(logits: torch.Tensor, config) -> torch.Tensor:
+def adjusted_logits(logits: torch.Tensor, config: PretrainedConfig) -> torch.Tensor:
     """Return what a model makes of its head's output (..., V), by its configuration: scaled, or
     capped (Gemma).
     """
@@ -489,7 +496,7 @@ def adjusted_logits(logits: torch.Tensor, config) -> torch.Tensor:
     return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
 
-def check_decodes(flag: str, model: torch.nn.Module, instead: str) -> None:
+def check_decodes(flag: str, model: PreTrainedModel, instead: str) -> None:
     """Raise a UserError for a family of NO_DECODE_LOOP.
 
     Args:
@@ -502,13 +509,17 @@ def check_decodes(flag: str, model: torch.nn.Module, instead: str) -> None:
         )
 
 
-def body(model: torch.nn.Module) -> torch.nn.Module:
+def body(model: PreTrainedModel) -> torch.nn.Module:
     """Return a language model without its head. (Llama 4's decoder has the head in it.)"""
     decoder = model.get_decoder()
     return getattr(decoder, "model", decoder)
 
 
-def last_hidden_states(model: torch.nn.Module, input_ids: torch.Tensor, positions) -> torch.Tensor:
+def last_hidden_states(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    positions: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+) -> torch.Tensor:
     """Return the last hidden states (tokens, H) at the set positions of a mask (N, L), or at (rows,
     columns).
     """
@@ -538,7 +549,7 @@ def checkpoint_blocks(model: torch.nn.Module) -> None:
         block.forward = functools.partial(recomputed, block.forward)
 
 
-def recomputed(forward: Callable, *args, **options):
+def recomputed(forward: Callable, *args: Any, **options: Any):
     """Return `forward(*args, **options)`, of which only the inputs are kept for the backward
     pass.
     """
@@ -547,7 +558,7 @@ def recomputed(forward: Callable, *args, **options):
     return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **options)
 
 
-def add_adapter(model: torch.nn.Module, args) -> None:
+def add_adapter(model: PreTrainedModel, args: Any) -> None:
     """Give a model that trains the adapter of --lora_rank, if the flag asks for one."""
     if args.lora_rank:
         from extras.lora import add_lora
@@ -556,7 +567,11 @@ def add_adapter(model: torch.nn.Module, args) -> None:
 
 
 def load_policy(
-    args, make_policy: Callable, checkpoint: str | None, precision: Precision, sharding
+    args: Any,
+    make_policy: Callable,
+    checkpoint: str | None,
+    precision: Precision,
+    sharding: "Sharding",
 ) -> tuple:
     """Load the policy of --model, or of a checkpoint.
 
@@ -575,7 +590,7 @@ def load_policy(
 
 
 def load_frozen(
-    flag: str, name: str, make_policy: Callable, dtype: torch.dtype, sharding
+    flag: str, name: str, make_policy: Callable, dtype: torch.dtype, sharding: "Sharding"
 ) -> torch.nn.Module:
     """Load a model that does not train, such as the reference of the KL penalty; see
     `load_policy`.
@@ -587,7 +602,11 @@ def load_frozen(
 
 
 def load_policy_and_reference(
-    args, make_policy: Callable, checkpoint: str | None, precision: Precision, sharding
+    args: Any,
+    make_policy: Callable,
+    checkpoint: str | None,
+    precision: Precision,
+    sharding: "Sharding",
 ):
     """Load the policy, see `load_policy`, and the reference of the KL penalty.
 

@@ -2,10 +2,10 @@
 
 import contextlib
 import functools
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import transformers
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -15,7 +15,9 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
 
+from plumbing.cli import ModelArgs
 from plumbing.models.loading import Precision, blocks_of, caps_scores, checkpoint_blocks
 from utils import UserError, World, as_user_error, say
 
@@ -36,7 +38,7 @@ class Sharding:
             both.
     """
 
-    def __init__(self, args, world: World, precision: Precision):
+    def __init__(self, args: ModelArgs, world: World, precision: Precision):
         self.args = args
         self.world = world
         self.precision = precision
@@ -90,9 +92,7 @@ class Sharding:
                 Each forward pass is a collective: all ranks have to make as many.
             reward_model: whether it is one, see `shards_reward_models`.
         """
-        model = next(
-            part for part in module.modules() if isinstance(part, transformers.PreTrainedModel)
-        )
+        model = next(part for part in module.modules() if isinstance(part, PreTrainedModel))
         if self.args.attention != "auto":
             set_attention(model, self.args.attention)
         module.forward = self.precision.autocast()(module.forward)
@@ -104,7 +104,7 @@ class Sharding:
             compile_parts(module)
         return module
 
-    def _fully_shard(self, module: torch.nn.Module, model: transformers.PreTrainedModel) -> None:
+    def _fully_shard(self, module: torch.nn.Module, model: PreTrainedModel) -> None:
         state = module.state_dict() if self.world.main else {}
         tensors = [*module.parameters(), *module.buffers()]
         dtypes = [tensor.dtype for tensor in tensors]
@@ -130,7 +130,7 @@ class Sharding:
             # The first forward pass makes this module FSDP's root; generation calls `model`.
             module(ids, ids > 0)
 
-    def _load_shards(self, module: torch.nn.Module, model, state: dict) -> None:
+    def _load_shards(self, module: torch.nn.Module, model: PreTrainedModel, state: dict) -> None:
         """Load the state that rank 0 has of a module into all ranks' shards, one tensor at a
         time.
         """
@@ -166,10 +166,10 @@ def compile_parts(module: torch.nn.Module) -> None:
     for block in blocks_of(module):
         block.forward = compiled(block.forward)
     if hasattr(module, "statistics"):
-        module.statistics = compiled(module.statistics)
+        module.statistics = compiled(module.statistics)  # type: ignore[assignment]
 
 
-def set_attention(model: transformers.PreTrainedModel, name: str) -> None:
+def set_attention(model: PreTrainedModel, name: str) -> None:
     """Make a model compute its attention by --attention `name`, or raise a UserError if it
     cannot.
     """
@@ -180,9 +180,9 @@ def set_attention(model: transformers.PreTrainedModel, name: str) -> None:
         model.set_attn_implementation(name)
 
 
-def reset_after_inference(root: FSDPModule, *_) -> None:
-    """After a forward pass without gradient, drop what FSDP prepared for a backward pass, which
-    does not come.
+def reset_after_inference(root: Any, *_: Any) -> None:
+    """After a forward pass without gradient, drop what FSDP prepared at its root for a backward
+    pass, which does not come.
     """
     if not torch.is_grad_enabled():
         root.reset_iter_state()
@@ -198,7 +198,7 @@ def set_gradient_sync(module: torch.nn.Module, last: bool) -> None:
         module.require_backward_grad_sync = last
 
 
-def model_device(model: torch.nn.Module) -> torch.device:
+def model_device(model: PreTrainedModel) -> torch.device:
     """Return where a model computes; its sharded weights may be offloaded."""
     return getattr(model, "compute_device", model.device)
 

@@ -8,6 +8,7 @@ from typing import Callable
 
 import torch
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from plumbing.models.loading import Precision
 
@@ -44,7 +45,7 @@ class Decoding:
     take at least.
     """
 
-    def __init__(self, model: torch.nn.Module, precision: Precision):
+    def __init__(self, model: PreTrainedModel, precision: Precision):
         """Measure the memory's bandwidth: the sum of the model's largest weight."""
         largest = max(model.parameters(), key=torch.Tensor.numel).detach()
         local = largest.to_local() if isinstance(largest, DTensor) else largest

@@ -1,5 +1,7 @@
 """A model's weights, without or with its LoRA adapter, by the names that a model without one has."""
 
+from typing import Any
+
 import torch
 
 from utils import full_tensor
@@ -24,7 +26,7 @@ def base_weights(model: torch.nn.Module) -> list[tuple]:
 
 
 @torch.no_grad()
-def merged(tensor: torch.Tensor, layer) -> torch.Tensor:
+def merged(tensor: torch.Tensor, layer: Any) -> torch.Tensor:
     """Return one of `base_weights` as a full tensor, plus the product of its adapter, in float32 or
     better; a collective if it is sharded.
 

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, VIDEO_PROCESSOR_NAME
 
 from plumbing.models.loading import base_of, check_can_read, find_file, load_model
@@ -40,7 +41,7 @@ def checkpoint_folders(folder: str) -> list[str]:
 def save_checkpoint(
     folder: str,
     world: World,
-    tokenizer,
+    tokenizer: PreTrainedTokenizerBase,
     state: dict,
     models: dict[str, torch.nn.Module],
     optimizers: dict[str, Optimizer],
@@ -83,7 +84,13 @@ def save_checkpoint(
             remove_folder(old)
 
 
-def save_final(folder: str, world: World, model, tokenizer, source: str) -> None:
+def save_final(
+    folder: str,
+    world: World,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    source: str,
+) -> None:
     """Save `final/`: the trained model in the number format of the model it came from.
 
     A LoRA adapter is merged into it, and saved as it is in `final/adapter/` by peft.
@@ -98,7 +105,7 @@ def save_final(folder: str, world: World, model, tokenizer, source: str) -> None
     save_folder(f"{folder}/final", world, write)
 
 
-def save_tokenizer(tokenizer, path: str) -> None:
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
     """Save a tokenizer, and what else reads the input of its model, such as images."""
     tokenizer.save_pretrained(path)
     source = base_of(tokenizer.name_or_path)
@@ -107,7 +114,7 @@ def save_tokenizer(tokenizer, path: str) -> None:
             shutil.copy(file, path)
 
 
-def save_model(model, path: str, world: World) -> None:
+def save_model(model: PreTrainedModel, path: str, world: World) -> None:
     """Save a model folder from rank 0, where the weights are gathered; that of a model with an
     adapter is peft's.
     """
@@ -119,7 +126,7 @@ def save_model(model, path: str, world: World) -> None:
 
 
 @torch.no_grad()
-def save_like(source: str, model, path: str, world: World) -> None:
+def save_like(source: str, model: PreTrainedModel, path: str, world: World) -> None:
     """Save a model folder that differs from that of the model `source` in what has trained alone.
 
     An adapter's change d is added to the weights W of `source` in float64, and the sum is rounded
@@ -156,7 +163,7 @@ def save_like(source: str, model, path: str, world: World) -> None:
     world.on_main(lambda: loaded[0].save_pretrained(path))
 
 
-def trained_state(model, optimizer: Optimizer) -> dict:
+def trained_state(model: PreTrainedModel, optimizer: Optimizer) -> dict:
     """Return the state that `dcp` saves by the names of parameters, and loads in place, whatever
     the sharding.
 
@@ -174,7 +181,7 @@ def trained_state(model, optimizer: Optimizer) -> dict:
 def load_checkpoint(
     folder: str,
     world: World,
-    tokenizer,
+    tokenizer: PreTrainedTokenizerBase,
     models: dict[str, torch.nn.Module],
     optimizers: dict[str, Optimizer],
 ) -> dict:
@@ -193,7 +200,7 @@ def load_checkpoint(
     return state
 
 
-def load_optimizer(path: str, model, optimizer: Optimizer) -> None:
+def load_optimizer(path: str, model: PreTrainedModel, optimizer: Optimizer) -> None:
     """Load the state of Adam that a checkpoint has of a model, and the weights of its adapter, but
     no flags.
     """

@@ -15,11 +15,12 @@ from collections import deque
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
-from typing import Callable, Iterator
+from typing import Any, Callable, Iterator
 
 import numpy as np
 from tqdm import tqdm
 
+from plumbing.cli import RunArgs
 from plumbing.run.ranks import begin_phase
 from utils import World, as_user_error, first_line, one_line, say, warn
 
@@ -60,7 +61,9 @@ class RunLog:
     Every rank makes one and makes the same calls; rank 0 writes.
     """
 
-    def __init__(self, folder: str, run_id: str, args, world: World, total_steps: int, step: int):
+    def __init__(
+        self, folder: str, run_id: str, args: Any, world: World, total_steps: int, step: int
+    ):
         """Open the logs in a run's folder, which exists; the run has made `step` steps."""
         self.folder = folder
         self.world = world
@@ -86,7 +89,7 @@ class RunLog:
         self.show_every = 0.5 if terminal else 30.0  # seconds
         self.phase("start")
 
-    def _track(self, run_id: str, args) -> None:
+    def _track(self, run_id: str, args: RunArgs) -> None:
         """Begin the run in the library that --track names, or continue it there."""
         with as_user_error(f"--track {args.track}"):
             library = importlib.import_module(args.track)
@@ -279,7 +282,7 @@ class RunLog:
                 print(f"    {name}: {shortened(one_line(responses[prompt]))}")
 
 
-def shortened(x) -> str:
+def shortened(x: Any) -> str:
     """Return a value for the console, of a long text both ends: the question ends a prompt, the
     answer a response.
     """

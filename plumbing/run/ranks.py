@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 import traceback
+from types import FrameType
 from typing import Callable, Iterator
 
 import torch
@@ -34,9 +35,7 @@ def begin_phase(name: str, world: World) -> None:
     phase = name
     if world.size > 1:
         # A second more for each rank, so that tracebacks do not mix on the terminal.
-        faulthandler.dump_traceback_later(
-            STUCK_AFTER + world.rank, repeat=True, file=sys.__stderr__
-        )
+        faulthandler.dump_traceback_later(STUCK_AFTER + world.rank, repeat=True, file=2)
 
 
 @contextlib.contextmanager
@@ -113,7 +112,7 @@ class Interrupt:
         # A library's forked process may wait for a lock, where Python would not call the handler.
         os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
-    def _handle(self, signum, frame) -> None:
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
         if self.requested and signum == signal.SIGINT:
             os._exit(128 + signum)
         saves = "the run exits as soon as it has saved a checkpoint; Ctrl-C ends it at once"

@@ -14,10 +14,11 @@ import uuid
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from plumbing.cli import OutputArgs
 from plumbing.run.checkpoints import checkpoint_folders
 from plumbing.run.log import read_args, read_log, replace_file
 from utils import ROOT, VERSION, UserError, as_user_error, warn
@@ -39,7 +40,7 @@ def run_of(model: str) -> Path | None:
     return next((folder for folder in folders if (folder / "args.json").exists()), None)
 
 
-def find_origin(args, script: str) -> Origin:
+def find_origin(args: Any, script: str) -> Origin:
     """Return where the run begins, and print which flags have changed since. Creates no run folder.
     For rank 0 alone.
 
@@ -98,12 +99,12 @@ def lock(folder: str) -> None:
         pass
 
 
-def as_json(args) -> dict:
+def as_json(args: OutputArgs) -> dict:
     """Return flags as they come back from a JSON file, with lists for tuples."""
     return json.loads(json.dumps(asdict(args)))
 
 
-def open_folder(origin: Origin, args, script: str, ranks: int, step: int) -> None:
+def open_folder(origin: Origin, args: OutputArgs, script: str, ranks: int, step: int) -> None:
     """Make the run's folder, or bring the old one to the state of its checkpoint; write args.json.
     For rank 0 alone.
 

@@ -3,15 +3,20 @@ training loop.
 """
 
 import math
+import sys
 from typing import Any, Callable, Iterator, NoReturn, Sequence
 
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedTokenizerBase
 
 import utils
 from plumbing.data.cache import LISTS, column
 from plumbing.models import loading, speed
 from plumbing.run import checkpoints, ranks, resume
 from plumbing.run.log import RunLog, as_logged, check_track
+
+if TYPE_CHECKING:  # imported where a flag asks for it
+    from extras.vllm.engine import VllmSampling
 
 
 class Run:
@@ -23,7 +28,7 @@ class Run:
     that a kill at any instant leaves neither a row without its step nor a step without its row.
     """
 
-    def __init__(self, args, script: str, world: utils.World):
+    def __init__(self, args: Any, script: str, world: utils.World):
         """Find the run's folder and the checkpoint to continue from (`checkpoint` or None); create
         nothing.
         """
@@ -45,10 +50,10 @@ class Run:
         self,
         total_steps: int,
         *,
-        tokenizer,
+        tokenizer: PreTrainedTokenizerBase,
         models: dict,
         optimizers: dict[str, utils.Optimizer],
-        engine=None,
+        engine: "VllmSampling | None" = None,
     ):
         """Load the checkpoint, if there is one, and open the logs.
 
@@ -214,7 +219,7 @@ class Run:
             self.log.show(ended, total)
 
     def finish_step(
-        self, metrics: dict, samples: list[dict], tokens: int, trained_tokens: int, **state
+        self, metrics: dict, samples: list[dict], tokens: int, trained_tokens: int, **state: Any
     ) -> None:
         """End a step.
 
