@@ -13,7 +13,7 @@ import json
 import os
 import re
 import sys
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 import yaml
@@ -38,7 +38,7 @@ Address = Annotated[str, Field(pattern=rf"^{ADDRESS}$")]
 FileMember = Annotated[str, Field(pattern=r"^(.+:\w+)?$")]
 
 
-def parse(cls: type, line: list[str] | None = None):
+def parse(cls: type[Any], line: list[str] | None = None):
     """Read a command line into the dataclass `cls`. It overrides the flags of --config FILE, and
     these the defaults.
 
@@ -88,7 +88,7 @@ def parse(cls: type, line: list[str] | None = None):
     return args
 
 
-def from_file(cls: type, path: str) -> dict:
+def from_file(cls: type[Any], path: str) -> dict:
     """Return the flags of a .json or .yaml file, {"learning_rate": 1e-6, ...}, or of the args.json
     of a run.
     """
@@ -102,7 +102,7 @@ def from_file(cls: type, path: str) -> dict:
     return values
 
 
-def check_rules(args) -> None:
+def check_rules(args: Any) -> None:
     """Raise a UserError for flags that break a rule of their classes; print warnings."""
     for table in ("RULES", "WARNINGS"):
         for cls in reversed(type(args).__mro__):

@@ -27,7 +27,7 @@ import math
 import os
 import re
 import textwrap
-from typing import Annotated
+from typing import Annotated, Any
 
 import pydantic
 
@@ -119,11 +119,14 @@ values = [dumps(getattr(owner, {function!r})(*call)) for call in calls]
 write(1, "{word}[{{}}]{word}".format(",".join(values)).encode())
 leave(0)
 """
-Text = Annotated[
-    str | list[str], pydantic.AfterValidator(lambda x: "\n".join(x) if isinstance(x, list) else x)
-]
+Text = Annotated[str, pydantic.BeforeValidator(lambda x: "\n".join(x) if is_lines(x) else x)]
 LIBRARIES = "typing bisect collections functools heapq itertools math operator re string".split()
 DEFINITIONS = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Assign)
+
+
+def is_lines(value: Any) -> bool:
+    """Return whether a value is a list of texts."""
+    return isinstance(value, list) and all(isinstance(line, str) for line in value)
 
 
 class Outputs(pydantic.BaseModel):
@@ -143,7 +146,7 @@ class Calls(pydantic.BaseModel):
     asserts: str = ""
 
 
-def read_tests(answer) -> Outputs | Calls:
+def read_tests(answer: Any) -> Outputs | Calls:
     """Return the tests of a row. Raise ValueError, TypeError or SyntaxError for tests of another
     form.
     """
@@ -162,7 +165,7 @@ def read_tests(answer) -> Outputs | Calls:
     return tests
 
 
-def code(response: str, answer, seconds: float = 24.0) -> float:
+def code(response: str, answer: Any, seconds: float = 24.0) -> float:
     """Return 1 if the program of a response passes all tests of its row, else 0; see `sandbox.run`.
 
     Raise an exception for tests of another form, and if no program can be run.
@@ -222,7 +225,7 @@ def same_output(result: tuple[int, str], expected: str) -> bool:
     )
 
 
-def same_value(value, expected) -> bool:
+def same_value(value: Any, expected: Any) -> bool:
     """Return whether a value, or a list of it, is the expected one, its floats about the same."""
     if value == expected or [value] == expected:
         return True

@@ -2,6 +2,7 @@
 
 import ast
 import json
+from typing import Any
 
 from plumbing.rewards.answers import after_thought
 from plumbing.rewards.verifiers import Verifier
@@ -35,7 +36,7 @@ verify_sentence_constraint length_constraints:number_sentences num_sentences=N r
 FUNCTIONS = dict(line.split(" ", 1) for line in NAMES.strip().splitlines())
 
 
-def ifeval(response: str, answer) -> float:
+def ifeval(response: str, answer: Any) -> float:
     """Return the share of the row's constraints that the text behind a thought follows, read
     strictly (arXiv:2311.07911).
 
@@ -52,7 +53,7 @@ def ifeval(response: str, answer) -> float:
     return sum(followed) / len(followed)
 
 
-def constraints_of(answer) -> list[tuple[str, dict]]:
+def constraints_of(answer: Any) -> list[tuple[str, dict]]:
     """Return the constraints of a row: [(name in IFEval, its arguments)].
 
     An answer is {"instruction_id": [names], "kwargs": [arguments or None]} or {"func_name": one of
@@ -77,7 +78,7 @@ def constraints_of(answer) -> list[tuple[str, dict]]:
     return list(zip(answer["instruction_id"], named, strict=True))
 
 
-def checkers(answer) -> list:
+def checkers(answer: Any) -> list:
     """Return what checks each constraint of a row; raise ValueError or TypeError for one that there
     is not.
     """

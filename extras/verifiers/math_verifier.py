@@ -9,7 +9,7 @@ caller kills the process of a check after LIMIT seconds.
 import functools
 import re
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from plumbing.rewards.answers import BOX, final_text, gold_answer, last_box
 from plumbing.rewards.verifiers import Verifier
@@ -27,12 +27,12 @@ class Answer(NamedTuple):
     base: str = ""  # of a number such as 101_2
 
 
-def math(response: str, answer) -> float:
+def math(response: str, answer: Any) -> float:
     """Return 1 if the final answer of a response equals the reference."""
     return float(equal(read_answer(reference_text(answer)), read_response(response)))
 
 
-def reference_text(answer) -> str:
+def reference_text(answer: Any) -> str:
     """Return the box of a reference, or what it announces; raise ValueError if there is nothing to
     repeat.
     """
@@ -318,7 +318,7 @@ def parse(text: str) -> list:
     return [latex]
 
 
-def solutions(expression):
+def solutions(expression: Any):
     """Return an inequality, or chain of them, whose variable stands alone as the set of its
     solutions; else itself.
     """
@@ -332,7 +332,7 @@ def solutions(expression):
     return expression.as_set() if alone else expression
 
 
-def close(one, other) -> bool:
+def close(one: Any, other: Any) -> bool:
     """Return whether two numbers differ by less than 1e-5 of their size; True for what is not two
     numbers.
     """

@@ -1,11 +1,13 @@
 """--reward reasoning_gym: the scores of the tasks of the package reasoning_gym."""
 
+from typing import Any
+
 from assets.tasks import reasoning_gym_dataset
 from plumbing.rewards.answers import stated_text
 from plumbing.rewards.verifiers import Verifier
 
 
-def reasoning_gym(response: str, source) -> float:
+def reasoning_gym(response: str, source: Any) -> float:
     """Return the score of the reasoning_gym task itself, between 0 and 1 for an answer that is
     partly right.
 

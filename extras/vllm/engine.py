@@ -29,7 +29,7 @@ CPU_SETTINGS = {  # of vLLM's CPU build, on which the tests run
 }
 
 
-def sampling_settings(seed: int | None, length: int, stop_ids: list[int], args) -> dict:
+def sampling_settings(seed: int | None, length: int, stop_ids: list[int], args: Any) -> dict:
     """Return the fields of vLLM's SamplingParams for a response or a turn of at most `length` tokens;
     without a seed it is greedy.
     """
@@ -83,12 +83,12 @@ class WeightWatch:
         load = model.load_weights
         self.loaded: set[str] = set()
 
-        def with_tied(weights):
+        def with_tied(weights: Iterable[tuple[str, torch.Tensor]]):
             for name, tensor in weights:
                 yield name, tensor
                 yield from ((other, tensor) for other, sent in self.tied.items() if sent == name)
 
-        def load_and_record(weights):
+        def load_and_record(weights: Iterable[tuple[str, torch.Tensor]]):
             names = load(with_tied(weights))
             self.loaded |= names
             return names
@@ -170,7 +170,7 @@ class VllmSampling:
         queries: list[list[int]],
         seeds: list[int] | None,
         stop_ids: list[int],
-        args,
+        args: Any,
         interrupted: Callable,
         end: Callable,
     ) -> None:
@@ -198,7 +198,7 @@ class VllmSampling:
         seed: int | None,
         length: int,
         stop_ids: list[int],
-        args,
+        args: Any,
         interrupted: Callable,
     ) -> Response | None:
         """Return what is sampled after `query`: a response, or one turn of a conversation; None once
@@ -229,7 +229,7 @@ class Engine(VllmSampling):
     """
 
     def __init__(
-        self, args, world: World, compute_dtype: torch.dtype | None, load_format: str = "dummy"
+        self, args: Any, world: World, compute_dtype: torch.dtype | None, load_format: str = "dummy"
     ):
         """Start the engine, or raise a UserError.
 

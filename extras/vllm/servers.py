@@ -23,6 +23,7 @@ from extras.vllm.engine import (
     policy_steps,
     sent_weights,
 )
+from plumbing.cli import RolloutArgs
 from plumbing.models.weights import merged
 from utils import UserError, World, first_line
 
@@ -65,7 +66,7 @@ class Weights:
 class Servers(VllmSampling):
     """vLLM servers as one rollout engine: each samples its share of every rank's queries."""
 
-    def __init__(self, args, world: World, compute_dtype: torch.dtype | None):
+    def __init__(self, args: RolloutArgs, world: World, compute_dtype: torch.dtype | None):
         """Wait for the servers of --rollout_servers and connect, or raise a UserError.
 
         Args:
@@ -80,13 +81,18 @@ class Servers(VllmSampling):
         self.heard = dict.fromkeys(self.urls, 0.0)  # when a server was asked or has answered last
         self.headers = {"Authorization": f"Bearer {os.environ.get('VLLM_API_KEY', '')}"}
         try:
-            self._connect(args)
+            self._connect()
         except (OSError, RuntimeError) as error:
             raise UserError(f"--rollout_servers {first_line(error)}", local=True) from error
         world.barrier()
 
     async def _request(
-        self, url: str, path: str, body: dict | None = None, timeout=TRANSFER, patience=0.0
+        self,
+        url: str,
+        path: str,
+        body: dict | None = None,
+        timeout: float | None = TRANSFER,
+        patience: float = 0.0,
     ) -> dict:
         """Return what the server answers to a POST of `body`, or to a GET if there is none.
 
@@ -117,7 +123,7 @@ class Servers(VllmSampling):
                 )
             await asyncio.sleep(min(2.0, patience))
 
-    def _ask_all(self, path: str, *bodies: dict, **limits) -> list[dict]:
+    def _ask_all(self, path: str, *bodies: dict, **limits: float) -> list[dict]:
         """Return what the servers answer to a request, which they get at the same time.
 
         Args:
@@ -134,7 +140,7 @@ class Servers(VllmSampling):
 
     # ---- weights ----
 
-    def _connect(self, args) -> None:
+    def _connect(self) -> None:
         """Open the process group for the weights: rank 0 is this run's rank 0, then come the
         workers of each server.
         """

@@ -2,6 +2,8 @@
 attends to it.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
@@ -27,7 +29,7 @@ class RoomyLayer(DynamicLayer):
         self.memory = [matmul_format(layer.keys), matmul_format(layer.values)]
         self.keys, self.values = self.memory
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **options):
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **options: Any):
         """Append the keys and values (n, heads, tokens, size) of further tokens; return all."""
         begin = self.get_seq_length()
         end = begin + key_states.shape[2]
@@ -66,7 +68,14 @@ def expand_cache(cache: Cache, prompts: Tensor) -> None:
 
 
 def attend_by_group(
-    module, query, key, value, attention_mask, dropout=0.0, scaling=None, **options
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """Return what transformers' attention "sdpa" does; where each row has one new token, without
     copies of the cache.

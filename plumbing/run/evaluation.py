@@ -2,7 +2,7 @@
 
 import math
 from statistics import fmean
-from typing import Callable
+from typing import Any, Callable
 
 import torch
 
@@ -56,10 +56,10 @@ def evaluate(sampler: Sampler, rows: list[Row]) -> tuple[dict, list[dict]]:
         for n in (2**i for i in range(1, k.bit_length())):  # 2, 4, ... up to the number of samples
             passed = [pass_at_k(*counts, n) for counts in zip(scored, right)]
             metrics[f"eval/pass@{n}"] = torch.tensor(passed, dtype=torch.float64).nanmean().item()
-        names = [sample.row.get("dataset") for sample in batch.samples]
-        for name in dict.fromkeys(names) if len(set(names)) > 1 else ():
-            of_name = torch.tensor([each == name for each in names])
-            metrics[f"eval/accuracy/{name}"] = correct[of_name].nanmean().item()
+        datasets = [sample.row.get("dataset") for sample in batch.samples]
+        for dataset in dict.fromkeys(datasets) if len(set(datasets)) > 1 else ():
+            of_dataset = torch.tensor([each == dataset for each in datasets])
+            metrics[f"eval/accuracy/{dataset}"] = correct[of_dataset].nanmean().item()
     for name, value in batch_metrics(batch, reward_sources).items():
         if name in ("val/sequence_lengths", "val/missing_scores") or name.startswith("reward/"):
             metrics[f"eval/{name.removeprefix('val/')}"] = value
@@ -87,12 +87,12 @@ def batch_metrics(batch: Batch, reward_sources: RewardSources) -> dict[str, floa
     """
     components = batch.reward_components
     correct = correct_responses(batch, reward_sources)
-    missing = sum(components[name].isnan() for name in reward_sources.sources).count_nonzero()
+    missing = torch.stack([components[name].isnan() for name in reward_sources.sources]).any(0)
     metrics = {
         "objective/verifiable_correct_rate": correct.nanmean().item(),
         "val/sequence_lengths": batch.response_mask.sum().item() / len(batch.samples),
         "val/num_stop_token_ids": int(batch.stopped.sum()),
-        "val/missing_scores": int(missing),
+        "val/missing_scores": int(missing.sum()),
     }
     for name, scores in components.items():
         scored = scores[scores.isfinite() & batch.scored_by(name)]
@@ -110,11 +110,11 @@ def conversation_metrics(batch: Batch) -> dict[str, float]:
     """Return means over conversations, and the share of each reason for which they ended; {} if
     there are none.
     """
-    if batch.samples[0].conversation is None:
+    conversations = [sample.conversation for sample in batch.samples if sample.conversation]
+    if not conversations:
         return {}
     from extras.episodes.conversations import STOP_REASONS
 
-    conversations = [sample.conversation for sample in batch.samples]
     counts = [conversation.metrics() for conversation in conversations]
     reasons = [conversation.stop_reason for conversation in conversations]
     return {
@@ -140,7 +140,7 @@ def sample_rows(batch: Batch, count: int, every: int = 1) -> list[dict]:
         # The tests of a program may be long.
         answer = sample.row.get("answer") and str(sample.row["answer"])[:1000]
         conversation = sample.conversation
-        ending = {"stop_reason": "stop" if sample.stopped else "length"}
+        ending: dict[str, Any] = {"stop_reason": "stop" if sample.stopped else "length"}
         if conversation is not None:
             ending = {"stop_reason": conversation.stop_reason, "turns": conversation.turns}
         row = {"prompt": sample.row["prompt"], "response": sample.text, "answer": answer}
@@ -172,7 +172,7 @@ def add_rollout(
         sums.max(mismatch=torch.where(m, difference, 0.0))
     sums.add(m, surprisal=-logprobs)
     sums.add(responses=m.any(1).sum())
-    if "ref_logprobs" in micro:
+    if estimate_kl and "ref_logprobs" in micro:
         kl = torch.where(m, estimate_kl(logprobs, micro["ref_logprobs"]), 0.0).sum(1)  # (n,)
         sums.add(kl=kl.sum(), mean_kl=(kl / m.sum(1).clamp(min=1)).sum())
 
@@ -185,7 +185,7 @@ def mismatch_metrics(total: dict[str, float], step: int, batch: Batch) -> dict[s
     Args:
         total: of the sums of `add_rollout`.
     """
-    metrics = {"rollout/staleness": 0}
+    metrics: dict[str, float] = {"rollout/staleness": 0}
     if "policy_steps" in batch.tokens:  # of an engine
         # What distill.py learns of the data set is sampled by no policy.
         sampled = batch.response_mask & batch.tokens["rollout_logprobs"].isfinite()

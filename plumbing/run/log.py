@@ -15,7 +15,8 @@ from collections import deque
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Callable, Iterator
+from types import ModuleType
+from typing import Any, Callable, Iterable, Iterator
 
 import numpy as np
 from tqdm import tqdm
@@ -72,7 +73,7 @@ class RunLog:
         self.latest: deque[dict] = deque(maxlen=10)  # metrics of the last steps
         self.evaluation = 0.0  # seconds of the last one
         self.warned: set[str] = set()
-        self.library = None  # that of --track
+        self.library: ModuleType | None = None  # that of --track
         if args.track:
             world.on_main(self._track, run_id, args)
         # A terminal of size 0, as in some CI, has no room for a bar.
@@ -190,7 +191,7 @@ class RunLog:
 
     def _warn_of_troubles(self) -> None:
         """Warn, once per run, of what is amiss in ten steps in a row."""
-        if len(self.latest) < self.latest.maxlen:
+        if len(self.latest) != self.latest.maxlen:
             return
         # (steps,), NaN for None
         column = lambda name: np.array([row.get(name) for row in self.latest], dtype=float)
@@ -353,7 +354,7 @@ def without_secrets(flags: dict) -> dict:
     return json.loads(re.sub(address, r"\1", json.dumps(flags)))
 
 
-def plot_curves(runs: dict[str, list[dict]], path: str, metrics: tuple[str, ...] = ()) -> None:
+def plot_curves(runs: dict[str, Iterable[dict]], path: str, metrics: tuple[str, ...] = ()) -> None:
     """Draw curves into a picture: a panel per metric, a color per run.
 
     Args:

@@ -15,7 +15,9 @@ from plumbing.models import loading, speed
 from plumbing.run import checkpoints, ranks, resume
 from plumbing.run.log import RunLog, as_logged, check_track
 
-if TYPE_CHECKING:  # imported where a flag asks for it
+if TYPE_CHECKING:  # imported where a flag or a function asks for it
+    from datasets import Dataset
+
     from extras.vllm.engine import VllmSampling
 
 
@@ -95,7 +97,7 @@ class Run:
         ranks.on_error = self.rescue
 
     def check_rows(
-        self, rows: list[dict], held_out: list[dict], supervised: Sequence[dict] = ()
+        self, rows: "Dataset", held_out: "Dataset", supervised: "Dataset | None" = None
     ) -> None:
         """Print how long rows are and how often they are read; warn if they are not the ones before
         --resume.
