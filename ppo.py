@@ -38,11 +38,12 @@ import math
 import os
 from typing import Callable, Iterator, Literal, Sequence
 
+import numpy as np
 import torch
 from pydantic import FiniteFloat
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import utils
 from plumbing import cli
@@ -414,7 +415,7 @@ def filter_weights(grouped: Tensor, kind: str) -> Tensor:
     return weights / weights.sum(1, keepdim=True)
 
 
-def resample(weights: Tensor, generator) -> list[int]:
+def resample(weights: Tensor, generator: np.random.Generator) -> list[int]:
     """Draw from each row of weights (P, G) as many of its entries as it has, with replacement, by
     NumPy's generator: P * G flat indices.
     """
@@ -505,7 +506,7 @@ class Policy(nn.Module):
     use of the weights.
     """
 
-    def __init__(self, model: PreTrainedModel, args):
+    def __init__(self, model: PreTrainedModel, args: Args):
         super().__init__()
         self.model = model
         self.temperature = args.temperature
@@ -595,7 +596,9 @@ class Critic(nn.Module):
         return {"values": self.scalar(input_ids, nn.functional.pad(response_mask[:, 1:], (0, 1)))}
 
 
-def load_critic(args: Args, checkpoint: str | None, dtype: torch.dtype, device) -> Critic:
+def load_critic(
+    args: Args, checkpoint: str | None, dtype: torch.dtype, device: torch.device
+) -> Critic:
     """Load the critic of --value_model, or of a checkpoint folder; a language model gets a head of
     zeros.
     """
@@ -650,7 +653,7 @@ def update_critic(
     return sums
 
 
-def load_supervised(args: Args, tokenizer, stop_ids: list[int]):
+def load_supervised(args: Args, tokenizer: PreTrainedTokenizerBase, stop_ids: list[int]):
     """Return the rows of --ptx_dataset with responses, see `load_prompts`."""
     # --prompt_column and --answer_column name columns of --dataset, not of these rows.
     given = dataclasses.replace(args, prompt_column="", answer_column="")
@@ -667,7 +670,7 @@ def load_supervised(args: Args, tokenizer, stop_ids: list[int]):
 
 
 def ptx_loss(
-    wrapped: nn.Module, rows: list[Row], args, optimizer: utils.Optimizer, world
+    wrapped: nn.Module, rows: list[Row], args: Args, optimizer: utils.Optimizer, world: utils.World
 ) -> Tensor:
     """Add the gradient of --ptx_coef * cross-entropy per token on supervised rows (PTX:
     arXiv:2203.02155, eq. 2).
@@ -698,11 +701,11 @@ def ptx_loss(
 
 @torch.no_grad()  # in inference mode, autocast would cast all weights anew at every token
 def generate(
-    model,
+    model: PreTrainedModel,
     queries: list[list[int]],
     uniforms: Tensor | None,
     stop_ids: list[int],
-    args,
+    args: Args,
     interrupted: Callable,
     lengths: list[int] | None = None,
     stop_strings: Callable | None = None,

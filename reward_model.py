@@ -40,6 +40,7 @@ import numpy as np
 import torch
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
 import utils
 from plumbing import cli
@@ -50,7 +51,7 @@ from plumbing.data.mixture import SHORT, count_steps, stream, take_prompts, with
 from plumbing.data.rows import first_rows, read_rows, split_of
 from plumbing.models import loading
 from plumbing.models.sharding import Sharding, set_gradient_sync
-from plumbing.run.ranks import report_errors
+from plumbing.run.ranks import Interrupt, report_errors
 from plumbing.run.run import Run
 
 # Token ids of prompt and response, in a pair as `load_pairs` makes it.
@@ -108,7 +109,7 @@ def preference_loss(
     )
 
 
-def collate_pairs(pairs: list[dict], device) -> tuple[Tensor, Tensor]:
+def collate_pairs(pairs: list[dict], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return all chosen sides, then all rejected ones: input_ids (2n, L), padded on the right, and
     a mask (2n, L) of the last token of each. Without pairs there is one row of padding, of which
     nothing is read.
@@ -150,7 +151,7 @@ def pair_statistics(scores: Tensor, subsets: list) -> dict[str, float]:
 # --------------------------------------------------------------------------------------------------
 
 
-def is_number(value) -> bool:
+def is_number(value: Any) -> bool:
     """Return whether a value of a file is a number that float32 can hold; true and false are not
     numbers.
     """
@@ -209,7 +210,12 @@ def read_pair(where: str, row: dict) -> list[tuple]:
 
 
 def make_pair(
-    at: str, row: dict, tokenizer, system_prompt: str, as_is: bool, stop_ids: list[int]
+    at: str,
+    row: dict,
+    tokenizer: PreTrainedTokenizerBase,
+    system_prompt: str,
+    as_is: bool,
+    stop_ids: list[int],
 ) -> list[dict]:
     """Return a pair of a row at a place, for `encode_rows`: see `load_pairs`."""
     margin = 0.0 if row.get("margin") is None else row["margin"]
@@ -238,7 +244,14 @@ def make_pair(
     return [pair]
 
 
-def load_pairs(flag: str, name: str, split: str, tokenizer, stop_ids: list[int], args: Args):
+def load_pairs(
+    flag: str,
+    name: str,
+    split: str,
+    tokenizer: PreTrainedTokenizerBase,
+    stop_ids: list[int],
+    args: Args,
+):
     """Read preference pairs and encode them, once and for all; those over --max_length are left out
     and reported.
 
@@ -266,7 +279,9 @@ def load_pairs(flag: str, name: str, split: str, tokenizer, stop_ids: list[int],
     return leave_out(where, pairs, lengths <= args.max_length, why)
 
 
-def load_train_and_eval_pairs(args: Args, tokenizer, stop_ids: list[int]) -> tuple:
+def load_train_and_eval_pairs(
+    args: Args, tokenizer: PreTrainedTokenizerBase, stop_ids: list[int]
+) -> tuple:
     """Return the pairs to train on, and those to evaluate on, which are never trained on (none with
     --eval_every 0).
     """
@@ -293,7 +308,7 @@ def load_train_and_eval_pairs(args: Args, tokenizer, stop_ids: list[int]) -> tup
 # --------------------------------------------------------------------------------------------------
 
 
-def cut_pairs(pairs: list[dict], budget: int, world) -> list[list[int]]:
+def cut_pairs(pairs: list[dict], budget: int, world: utils.World) -> list[list[int]]:
     """Return this rank's micro-batches of pairs, both sides of a pair in the same one; see
     `utils.micro_batches`.
     """
@@ -301,7 +316,9 @@ def cut_pairs(pairs: list[dict], budget: int, world) -> list[list[int]]:
     return utils.micro_batches(lengths, budget, world)
 
 
-def score_pairs(model: nn.Module, pairs: list[dict], budget: int, interrupt, world) -> Tensor:
+def score_pairs(
+    model: nn.Module, pairs: list[dict], budget: int, interrupt: Interrupt, world: utils.World
+) -> Tensor:
     """Return scores of chosen and rejected sides (P, 2) float64, computed on all ranks; raise
     Interrupted once one of them is asked to save and exit.
     """
@@ -326,7 +343,12 @@ def sample_pairs(pairs: list[dict], scores: Tensor) -> list[dict]:
 
 
 def load_scorer(
-    args: Args, tokenizer, stop_ids: list[int], saved: str | None, dtype: torch.dtype, device
+    args: Args,
+    tokenizer: PreTrainedTokenizerBase,
+    stop_ids: list[int],
+    saved: str | None,
+    dtype: torch.dtype,
+    device: torch.device,
 ):
     """Load --model, or the checkpoint folder `saved`, with a head of one output; a new head is
     random (choice 1).

@@ -397,7 +397,7 @@ class Policy(nn.Module):
     use of the weights.
     """
 
-    def __init__(self, model: PreTrainedModel, args):
+    def __init__(self, model: PreTrainedModel, args: Args):
         super().__init__()
         self.model = model
         self.temperature = args.temperature
@@ -462,11 +462,11 @@ class Policy(nn.Module):
 
 @torch.no_grad()  # in inference mode, autocast would cast all weights anew at every token
 def generate(
-    model,
+    model: PreTrainedModel,
     queries: list[list[int]],
     uniforms: Tensor | None,
     stop_ids: list[int],
-    args,
+    args: Args,
     interrupted: Callable,
     lengths: list[int] | None = None,
     stop_strings: Callable | None = None,

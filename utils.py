@@ -17,7 +17,7 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Callable
+from typing import Any, Callable
 
 import numpy as np
 import torch
@@ -144,7 +144,7 @@ class World:
         if self.size > 1:
             dist.barrier(group=self.group)
 
-    def on_main(self, act: Callable, *args, **options):
+    def on_main(self, act: Callable, *args: Any, **options: Any):
         """Call a function on rank 0 alone; on all ranks return what it returns, or raise the
         UserError that it raises.
         """
@@ -196,7 +196,7 @@ def setup_processes() -> World:
     return World(rank, size, device)
 
 
-def generator(*key) -> np.random.Generator:
+def generator(*key: Any) -> np.random.Generator:
     """Return a random generator that is a function of `key` alone, such as ("rollout", seed, step).
 
     Nothing random in a run depends on what ran before, so a resumed run, or one with another number
@@ -258,7 +258,7 @@ class Optimizer:
     MAX_SKIPPED = 5  # updates in a row without a finite gradient, before the run fails
 
     def __init__(
-        self, model: nn.Module, args, steps: int, updates_per_step: int = 1, prefix: str = ""
+        self, model: nn.Module, args: Any, steps: int, updates_per_step: int = 1, prefix: str = ""
     ):
         setting = lambda name: getattr(args, prefix + name)
         self.peak = setting("learning_rate")

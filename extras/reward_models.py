@@ -2,10 +2,12 @@
 
 import math
 from itertools import chain
+from typing import Any
 
 import torch
 from torch.nn.functional import one_hot
 from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedTokenizerBase
 
 from plumbing.data.prompts import (
     Text,
@@ -16,6 +18,8 @@ from plumbing.data.prompts import (
     render_response,
 )
 from plumbing.models import loading
+from plumbing.models.loading import Precision
+from plumbing.models.sharding import Sharding
 from utils import UserError, World, first_line, micro_batches, warn
 
 
@@ -35,7 +39,7 @@ class ModelSource:
     failure = ""
     warned = False
 
-    def __init__(self, name: str, tokenizer):
+    def __init__(self, name: str, tokenizer: PreTrainedTokenizerBase):
         """Raise a UserError if `name` is not a reward model, or cannot read what the policy of
         `tokenizer` writes; None is for a server, which does not know the policy.
         """
@@ -67,7 +71,7 @@ class ModelSource:
                 )
             warn(f"--reward {name}: reads text, as its vocabulary {difference}")
 
-    def load(self, args, precision, sharding=None) -> None:
+    def load(self, args: Any, precision: Precision, sharding: Sharding | None = None) -> None:
         """Load the model, in one piece on this process's device without a
         plumbing.models.sharding.Sharding.
         """

@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.generation import logits_process
 
 import utils
+from plumbing.cli import ModelArgs, RewardArgs
 from plumbing.data.rows import Row
 from plumbing.models.sharding import model_device, unsharded
 from plumbing.models.speed import Decoding
@@ -191,7 +192,7 @@ class Sampler:
             stopped = response[-1] in self.stop_ids
             end(place, Sample(rows[place], response, outputs, stopped, text=text))
 
-        def end_conversation(place: int, x) -> None:
+        def end_conversation(place: int, x: Any) -> None:
             text = self.tokenizer.decode(x.response, skip_special_tokens=True)
             stopped = x.stop_reason != "length"
             sample = Sample(x.row, x.response, x.outputs, stopped, x, text, starts=x.starts)
@@ -428,7 +429,7 @@ def select_groups(
     return Experience(batch, sampled, metrics, tokens, {"position": position}, missing)
 
 
-def unscored(batch: Batch, reward_sources: RewardSources, args) -> str:
+def unscored(batch: Batch, reward_sources: RewardSources, args: RewardArgs) -> str:
     """Return the first reward source that has a weight and gave no response a score, and why; "" if
     there is none.
     """
@@ -439,7 +440,7 @@ def unscored(batch: Batch, reward_sources: RewardSources, args) -> str:
     return ""
 
 
-def collate(rows: list[tuple], device) -> tuple[Tensor, Tensor]:
+def collate(rows: list[tuple], device: torch.device) -> tuple[Tensor, Tensor]:
     """Pad queries and responses on the right: input_ids (n, L) and a mask (n, L) bool of response
     tokens.
 
@@ -472,7 +473,7 @@ def forbid_gradient(name: str, x: Tensor) -> Tensor:
     train nothing.
     """
 
-    def refuse(_) -> None:
+    def refuse(_: Any) -> None:
         raise RuntimeError(
             f"{name}: a loss uses it, and it is computed without gradient, for the log"
         )
@@ -482,7 +483,9 @@ def forbid_gradient(name: str, x: Tensor) -> Tensor:
     return x
 
 
-def forward_tokens(module, inputs: tuple, mask: Tensor, **options) -> dict[str, Tensor]:
+def forward_tokens(
+    module: torch.nn.Module, inputs: tuple, mask: Tensor, **options: Any
+) -> dict[str, Tensor]:
     """Return `module(*inputs, **options)`, outputs (tokens,) by name, as (n, T) along the response
     mask (n, T).
     """
@@ -490,7 +493,14 @@ def forward_tokens(module, inputs: tuple, mask: Tensor, **options) -> dict[str, 
 
 
 @torch.no_grad()
-def forward_batch(module, batch: Batch, name: str, args, world: utils.World, **options) -> Tensor:
+def forward_batch(
+    module: torch.nn.Module,
+    batch: Batch,
+    name: str,
+    args: ModelArgs,
+    world: utils.World,
+    **options: Any,
+) -> Tensor:
     """Return what a module gives for every response token, without gradient, the work spread over
     the ranks.
 
@@ -538,7 +548,7 @@ def invert_distribution(weights: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def logits_processors(
-    args, width: int, stop_ids: list[int], sample: bool, device
+    args: Any, width: int, stop_ids: list[int], sample: bool, device: torch.device
 ) -> list[Callable]:
     """Return transformers' functions (sequences, scores) -> scores that change the next token's
     logits, in order.

@@ -9,11 +9,13 @@ import atexit
 import concurrent.futures
 import dataclasses
 import importlib.util
-from typing import TYPE_CHECKING, Callable, Sequence
+from typing import TYPE_CHECKING, Any, Callable, Sequence
 
 import pebble
 import torch
+from transformers import PreTrainedTokenizerBase
 
+from plumbing.cli import ConversationArgs
 from plumbing.data.rows import Row
 from plumbing.models.loading import Precision, check_decodes
 from plumbing.models.speed import Decoding
@@ -26,7 +28,11 @@ if TYPE_CHECKING:  # imported where a flag asks for them, or by the script
 
 
 def rollout_engine(
-    args, model: torch.nn.Module, world: World, precision: Precision, outputs: tuple[str, ...] = ()
+    args: Any,
+    model: torch.nn.Module,
+    world: World,
+    precision: Precision,
+    outputs: tuple[str, ...] = (),
 ):
     """Return the engine of --rollout_backend, or None if the model itself samples; print its name.
 
@@ -59,7 +65,7 @@ def rollout_engine(
 
 
 def load_sampler(
-    run: "Run", precision: Precision, outputs: tuple[str, ...], needed: bool = True, **parts
+    run: "Run", precision: Precision, outputs: tuple[str, ...], needed: bool = True, **parts: Any
 ) -> Sampler:
     """Return a Sampler with the engine of --rollout_backend and a process group of its own.
 
@@ -84,7 +90,7 @@ def load_sampler(
     )
 
 
-def backend_of(flag: str, args) -> str:
+def backend_of(flag: str, args: Any) -> str:
     """Return what a flag says that samples, and for auto what it is here; raise a UserError if vLLM
     cannot.
     """
@@ -97,7 +103,7 @@ def backend_of(flag: str, args) -> str:
     return backend
 
 
-def obstacle(args) -> str:
+def obstacle(args: Any) -> str:
     """Return why vLLM cannot sample here or with these flags; "" if it can."""
     if importlib.util.find_spec("vllm") is None:
         return "vLLM is not installed (pip install vllm==0.32.0)"
@@ -108,7 +114,9 @@ def obstacle(args) -> str:
     return ""
 
 
-def load_conversations(args, tokenizer, stop_ids: list[int]):
+def load_conversations(
+    args: ConversationArgs, tokenizer: PreTrainedTokenizerBase, stop_ids: list[int]
+):
     """Return the Conversations of --tools and --environment or of an --agent, or None without
     them.
     """

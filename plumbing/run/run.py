@@ -3,8 +3,7 @@ training loop.
 """
 
 import math
-import sys
-from typing import Any, Callable, Iterator, NoReturn, Sequence
+from typing import TYPE_CHECKING, Any, Callable, Iterator, NoReturn
 
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
