@@ -35,7 +35,7 @@ Deliberate choices:
 import functools
 import math
 import os
-from typing import Callable, Literal, Sequence
+from typing import Callable, Iterator, Literal, Sequence
 
 import torch
 from pydantic.dataclasses import dataclass
@@ -119,34 +119,43 @@ class Args(
     """Divides the logits of the teacher; default: --temperature."""
     reward_weights = ()  # not a flag: nothing trains on scores
 
-    RULES = {  # message: condition that the args must meet
-        "--on_policy_share above 0 requires a --teacher; 0 is supervised fine-tuning": lambda a: (
-            a.teacher or not a.on_policy_share
-        ),
-        "--response_column requires an --on_policy_share below 1": lambda a: (
-            not a.response_column or a.on_policy_share < 1
-        ),
-        "--teacher must be another model than --model": lambda a: (
-            not a.teacher or os.path.realpath(a.teacher) != os.path.realpath(a.model)
-        ),
-        "--divergence, --jsd_beta, --estimator and --teacher_temperature require a --teacher": lambda a: (
-            a.teacher
-            or (a.divergence, a.jsd_beta, a.estimator, a.teacher_temperature)
-            == ("reverse_kl", 0.5, "exact", None)
-        ),
-        "--jsd_beta requires --divergence jsd, and must be below 1": lambda a: (
-            a.jsd_beta == 0.5 or a.divergence == "jsd" and a.jsd_beta < 1
-        ),
-        "--estimator sampled requires --divergence reverse_kl and --on_policy_share 1": lambda a: (
-            a.estimator == "exact" or a.divergence == "reverse_kl" and a.on_policy_share == 1
-        ),
-        "--tools, --environment and --agent require --on_policy_share 1": lambda a: (
-            a.on_policy_share == 1 or not (a.tools or a.environment or a.agent)
-        ),
-        "--precision fp16 cannot scale the head's gradient in time; use bf16": lambda a: (
-            a.precision != "fp16"
-        ),
-    }
+    def rules(self) -> Iterator[tuple[object, str]]:
+        """Yield the conditions that flags must meet, each with what to say otherwise."""
+        yield (
+            self.teacher or not self.on_policy_share,
+            "--on_policy_share above 0 requires a --teacher; 0 is supervised fine-tuning",
+        )
+        yield (
+            not self.response_column or self.on_policy_share < 1,
+            "--response_column requires an --on_policy_share below 1",
+        )
+        yield (
+            not self.teacher or os.path.realpath(self.teacher) != os.path.realpath(self.model),
+            "--teacher must be another model than --model",
+        )
+        yield (
+            self.teacher
+            or (self.divergence, self.jsd_beta, self.estimator, self.teacher_temperature)
+            == ("reverse_kl", 0.5, "exact", None),
+            "--divergence, --jsd_beta, --estimator and --teacher_temperature require a --teacher",
+        )
+        yield (
+            self.jsd_beta == 0.5 or (self.divergence == "jsd" and self.jsd_beta < 1),
+            "--jsd_beta requires --divergence jsd, and must be below 1",
+        )
+        yield (
+            self.estimator == "exact"
+            or (self.divergence == "reverse_kl" and self.on_policy_share == 1),
+            "--estimator sampled requires --divergence reverse_kl and --on_policy_share 1",
+        )
+        yield (
+            self.on_policy_share == 1 or not (self.tools or self.environment or self.agent),
+            "--tools, --environment and --agent require --on_policy_share 1",
+        )
+        yield (
+            self.precision != "fp16",
+            "--precision fp16 cannot scale the head's gradient in time; use bf16",
+        )
 
 
 # --------------------------------------------------------------------------------------------------

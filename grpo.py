@@ -176,31 +176,41 @@ class Args(
         "math": "Please reason step by step, and put your final answer within \\boxed{}.",
         "gsm8k": 'Let us think step by step and output the final answer after "####".',
     }
-    RULES = {  # message: condition that the args must meet
-        "--group_size must be 2 or more: advantages are relative to a group": lambda a: (
-            a.group_size >= 2
-        ),
-        "--advantage_scale gdpo requires --kl_in loss: it would normalize a KL in the reward": lambda a: (
-            a.advantage_scale != "gdpo" or a.kl_in == "loss"
-        ),
-        "--kl_weighting ratio requires --kl_in loss, a --kl_coef above 0 and another --kl_estimator than abs": (
-            lambda a: (
-                a.kl_weighting == "none"
-                or a.kl_in == "loss"
-                and a.kl_coef > 0
-                and a.kl_estimator != "abs"
-            )
-        ),
-        "--dual_clip requires a --loss that clips the ratio": lambda a: (
-            not a.dual_clip or VARIANTS[a.loss].token_loss in ("ppo", "gspo")
-        ),
-        "--dual_clip must be above 1, or 0 for none": lambda a: a.dual_clip == 0 or a.dual_clip > 1,
-        "--clip_low and --clip_high require a --loss that clips the ratio": lambda a: (
-            a.loss not in ("sapo", "reinforce") or (a.clip_low, a.clip_high) == (None, None)
-        ),
-        "--filter_groups refill requires --async_steps 0 or 1: at which prompt the next step begins is known only once "
-        "a step has sampled": lambda a: a.filter_groups != "refill" or a.async_steps < 2,
-    }
+
+    def rules(self) -> Iterator[tuple[object, str]]:
+        """Yield the conditions that flags must meet, each with what to say otherwise."""
+        yield (
+            self.group_size >= 2,
+            "--group_size must be 2 or more: advantages are relative to a group",
+        )
+        yield (
+            self.advantage_scale != "gdpo" or self.kl_in == "loss",
+            "--advantage_scale gdpo requires --kl_in loss: it would normalize a KL in the reward",
+        )
+        yield (
+            self.kl_weighting == "none"
+            or (self.kl_in == "loss" and self.kl_coef > 0 and (self.kl_estimator != "abs")),
+            "--kl_weighting ratio requires --kl_in loss, a --kl_coef above 0 and another "
+            "--kl_estimator than abs",
+        )
+        yield (
+            not self.dual_clip or VARIANTS[self.loss].token_loss in ("ppo", "gspo"),
+            "--dual_clip requires a --loss that clips the ratio",
+        )
+        yield (
+            self.dual_clip == 0 or self.dual_clip > 1,
+            "--dual_clip must be above 1, or 0 for none",
+        )
+        yield (
+            self.loss not in ("sapo", "reinforce")
+            or (self.clip_low, self.clip_high) == (None, None),
+            "--clip_low and --clip_high require a --loss that clips the ratio",
+        )
+        yield (
+            self.filter_groups != "refill" or self.async_steps < 2,
+            "--filter_groups refill requires --async_steps 0 or 1: at which prompt the "
+            "next step begins is known only once a step has sampled",
+        )
 
 
 # --------------------------------------------------------------------------------------------------

@@ -204,26 +204,39 @@ class Args(
         "math": "Please reason step by step, and put your final answer within \\boxed{}.",
         "gsm8k": 'Let us think step by step and output the final answer after "####".',
     }
-    RULES = {  # message: condition that the args must meet
-        "--dual_clip must be above 1, or 0 for none": lambda a: a.dual_clip == 0 or a.dual_clip > 1,
-        "--critic_warmup_steps must be less than the steps of --total_episodes": lambda a: (
-            a.critic_warmup_steps < a.total_episodes // (a.rollout_batch_size * a.group_size)
-        ),
-        "--ptx_coef and --ptx_dataset require each other": lambda a: (
-            bool(a.ptx_coef) == bool(a.ptx_dataset)
-        ),
-        "--response_column requires a --ptx_dataset": lambda a: (
-            a.ptx_dataset or not a.response_column
-        ),
-        "--filter_groups requires a --group_size of 2 or more": lambda a: (
-            a.filter_groups == "none" or a.group_size > 1
-        ),
-        "--filter_groups refill requires --async_steps 0 or 1: at which prompt the next step begins is known only once "
-        "a step has sampled": lambda a: a.filter_groups != "refill" or a.async_steps < 2,
-        "--turn_rewards requires episode in --reward and no --reward_normalization": lambda a: (
-            not a.turn_rewards or "episode" in a.reward and not a.reward_normalization
-        ),
-    }
+
+    def rules(self) -> Iterator[tuple[object, str]]:
+        """Yield the conditions that flags must meet, each with what to say otherwise."""
+        yield (
+            self.dual_clip == 0 or self.dual_clip > 1,
+            "--dual_clip must be above 1, or 0 for none",
+        )
+        yield (
+            self.critic_warmup_steps
+            < self.total_episodes // (self.rollout_batch_size * self.group_size),
+            "--critic_warmup_steps must be less than the steps of --total_episodes",
+        )
+        yield (
+            bool(self.ptx_coef) == bool(self.ptx_dataset),
+            "--ptx_coef and --ptx_dataset require each other",
+        )
+        yield (
+            self.ptx_dataset or not self.response_column,
+            "--response_column requires a --ptx_dataset",
+        )
+        yield (
+            self.filter_groups == "none" or self.group_size > 1,
+            "--filter_groups requires a --group_size of 2 or more",
+        )
+        yield (
+            self.filter_groups != "refill" or self.async_steps < 2,
+            "--filter_groups refill requires --async_steps 0 or 1: at which prompt the "
+            "next step begins is known only once a step has sampled",
+        )
+        yield (
+            not self.turn_rewards or ("episode" in self.reward and (not self.reward_normalization)),
+            "--turn_rewards requires episode in --reward and no --reward_normalization",
+        )
 
 
 # --------------------------------------------------------------------------------------------------

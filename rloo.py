@@ -160,20 +160,31 @@ class Args(
         "math": "Please reason step by step, and put your final answer within \\boxed{}.",
         "gsm8k": 'Let us think step by step and output the final answer after "####".',
     }
-    RULES = {  # message: condition that the args must meet
-        "--dual_clip must be above 1, or 0 for none": lambda a: a.dual_clip == 0 or a.dual_clip > 1,
-        "--group_size must be 2 or more with this --advantage, which compares the responses to a prompt": lambda a: (
-            a.group_size >= 2 or a.advantage in ("reinforce++", "remax")
-        ),
-        "--filter_groups requires another --advantage: this one learns from equal scores, too": lambda a: (
-            a.filter_groups == "none" or a.advantage not in ("remax", "reinforce++")
-        ),
-        "--filter_groups refill requires --async_steps 0 or 1: at which prompt the next step begins is known only once "
-        "a step has sampled": lambda a: a.filter_groups != "refill" or a.async_steps < 2,
-        "--turn_rewards requires episode in --reward and --advantage reinforce++": lambda a: (
-            not a.turn_rewards or "episode" in a.reward and a.advantage == "reinforce++"
-        ),
-    }
+
+    def rules(self) -> Iterator[tuple[object, str]]:
+        """Yield the conditions that flags must meet, each with what to say otherwise."""
+        yield (
+            self.dual_clip == 0 or self.dual_clip > 1,
+            "--dual_clip must be above 1, or 0 for none",
+        )
+        yield (
+            self.group_size >= 2 or self.advantage in ("reinforce++", "remax"),
+            "--group_size must be 2 or more with this --advantage, which compares the "
+            "responses to a prompt",
+        )
+        yield (
+            self.filter_groups == "none" or self.advantage not in ("remax", "reinforce++"),
+            "--filter_groups requires another --advantage: this one learns from equal scores, too",
+        )
+        yield (
+            self.filter_groups != "refill" or self.async_steps < 2,
+            "--filter_groups refill requires --async_steps 0 or 1: at which prompt the "
+            "next step begins is known only once a step has sampled",
+        )
+        yield (
+            not self.turn_rewards or ("episode" in self.reward and self.advantage == "reinforce++"),
+            "--turn_rewards requires episode in --reward and --advantage reinforce++",
+        )
 
 
 # --------------------------------------------------------------------------------------------------

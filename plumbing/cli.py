@@ -2,8 +2,8 @@
 
 The type of a flag holds its range. pydantic checks it; tyro prints what does not fit and exits with
 code 2. What a paper's table of hyperparameters lists is in the scripts, whose `Args` inherit the
-groups that they need. A class of flags may have RULES and WARNINGS, which `parse` checks: {message:
-function of the flags that is true unless it applies}.
+groups that they need. A class of flags may have the methods `rules` and `warnings`, which
+`parse` checks.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import json
 import os
 import re
 import sys
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Iterator, Literal
 
 import tyro
 import yaml
@@ -104,19 +104,21 @@ def from_file(cls: type[Any], path: str) -> dict:
 
 def check_rules(args: Any) -> None:
     """Raise a UserError for flags that break a rule of their classes; print warnings."""
-    for table in ("RULES", "WARNINGS"):
+    for kind in ("rules", "warnings"):
         for cls in reversed(type(args).__mro__):
-            for message, holds in vars(cls).get(table, {}).items():
-                if not holds(args):
-                    values = [
-                        f"{name} {getattr(args, name)!r}"
-                        for name in re.findall(r"--(\w+)", message)
-                        if hasattr(args, name)
-                    ]
-                    message = f"{message} ({', '.join(values)})"
-                    if table == "RULES":
-                        raise UserError(message)
-                    warn(message)
+            conditions = vars(cls).get(kind, lambda _: ())
+            for holds, message in conditions(args):
+                if holds:
+                    continue
+                values = [
+                    f"{name} {getattr(args, name)!r}"
+                    for name in re.findall(r"--(\w+)", message)
+                    if hasattr(args, name)
+                ]
+                message = f"{message} ({', '.join(values)})"
+                if kind == "rules":
+                    raise UserError(message)
+                warn(message)
 
 
 @dataclass
@@ -152,9 +154,9 @@ class RunArgs(OutputArgs):
     """Log to Weights & Biases (wandb; WANDB_PROJECT and WANDB_MODE=offline work) or to trackio,
     too."""
 
-    RULES = {
-        "--keep_best requires an --eval_every above 0": lambda a: not a.keep_best or a.eval_every
-    }
+    def rules(self: Any) -> Iterator[tuple[object, str]]:
+        """Yield the conditions that flags must meet, each with what to say otherwise."""
+        yield not self.keep_best or self.eval_every, "--keep_best requires an --eval_every above 0"
 
 
 @dataclass
@@ -239,11 +241,12 @@ class DataArgs(PromptArgs):
     eval_samples: PositiveInt = 4
     """Sampled responses per prompt for accuracy and pass@k, in addition to the greedy one."""
 
-    RULES = {
-        "--eval_share and --eval_dataset exclude each other": lambda a: (
-            not (a.eval_share and a.eval_dataset)
+    def rules(self: Any) -> Iterator[tuple[object, str]]:
+        """Yield the conditions that flags must meet, each with what to say otherwise."""
+        yield (
+            not (self.eval_share and self.eval_dataset),
+            "--eval_share and --eval_dataset exclude each other",
         )
-    }
 
 
 @dataclass
@@ -261,16 +264,19 @@ class ScoringArgs:
     """Processes of a rank for built-in rewards, which score while it samples; 0: one for each of
     its share of cores."""
 
-    RULES = {
-        "--reward must not name a source twice": lambda a: len(set(a.reward)) == len(a.reward),
-        "--reward: the address of a reward server must be of the form http://10.0.0.2:8000": lambda a: (
+    def rules(self: Any) -> Iterator[tuple[object, str]]:
+        """Yield the conditions that flags must meet, each with what to say otherwise."""
+        yield len(set(self.reward)) == len(self.reward), "--reward must not name a source twice"
+        yield (
             all(
-                re.fullmatch(ADDRESS, name)
-                for name in a.reward
-                if name.startswith(("http://", "https://"))
-            )
-        ),
-    }
+                (
+                    re.fullmatch(ADDRESS, name)
+                    for name in self.reward
+                    if name.startswith(("http://", "https://"))
+                )
+            ),
+            "--reward: the address of a reward server must be of the form http://10.0.0.2:8000",
+        )
 
 
 @dataclass
@@ -279,14 +285,16 @@ class RewardArgs(ScoringArgs):
     """Weight of each reward source in their sum; default: 1 each. A source of weight 0 is only
     measured."""
 
-    RULES = {
-        "--reward_weights must hold one weight for each source of --reward": lambda a: (
-            len(a.reward_weights) in (0, len(a.reward))
-        ),
-        "--reward_weights must not all be 0": lambda a: (
-            not a.reward_weights or any(a.reward_weights)
-        ),
-    }
+    def rules(self: Any) -> Iterator[tuple[object, str]]:
+        """Yield the conditions that flags must meet, each with what to say otherwise."""
+        yield (
+            len(self.reward_weights) in (0, len(self.reward)),
+            "--reward_weights must hold one weight for each source of --reward",
+        )
+        yield (
+            not self.reward_weights or any(self.reward_weights),
+            "--reward_weights must not all be 0",
+        )
 
 
 @dataclass
@@ -304,11 +312,12 @@ class SamplingArgs:
     repetition_penalty: PositiveFloat = 1.0
     """Divide the logits of tokens seen before; other than 1 it biases training's ratio."""
 
-    RULES = {
-        "--min_response_length must be at most --max_response_length": lambda a: (
-            a.min_response_length <= a.max_response_length
+    def rules(self: Any) -> Iterator[tuple[object, str]]:
+        """Yield the conditions that flags must meet, each with what to say otherwise."""
+        yield (
+            self.min_response_length <= self.max_response_length,
+            "--min_response_length must be at most --max_response_length",
         )
-    }
 
 
 @dataclass
@@ -325,25 +334,34 @@ class RolloutArgs(SamplingArgs):
     vllm_tensor_parallel: PositiveInt = 1
     """Neighbouring ranks that share one vLLM engine."""
 
-    RULES = {
-        "--rollout_backend server and --rollout_servers require each other": lambda a: (
-            (a.rollout_backend == "server") == bool(a.rollout_servers)
-        ),
-        "--compile requires --async_steps 0 or --rollout_backend server: torch compiles in one thread only": lambda a: (
-            not (a.compile and a.async_steps) or a.rollout_backend == "server"
-        ),
-        "--vllm_tensor_parallel requires --rollout_backend vllm": lambda a: (
-            a.vllm_tensor_parallel == 1 or a.rollout_backend == "vllm"
-        ),
-        "--async_steps requires --vllm_tensor_parallel 1: ranks that share an engine would meet in it and in "
-        "training at once": lambda a: a.vllm_tensor_parallel == 1 or not a.async_steps,
-    }
-    WARNINGS = {
-        "--top_p, --repetition_penalty and --min_response_length bias the ratio: they change the distribution that is "
-        "sampled, not the one that is trained": lambda a: (
-            a.top_p == 1 and a.repetition_penalty == 1 and a.min_response_length == 0
+    def rules(self: Any) -> Iterator[tuple[object, str]]:
+        """Yield the conditions that flags must meet, each with what to say otherwise."""
+        yield (
+            (self.rollout_backend == "server") == bool(self.rollout_servers),
+            "--rollout_backend server and --rollout_servers require each other",
         )
-    }
+        yield (
+            not (self.compile and self.async_steps) or self.rollout_backend == "server",
+            "--compile requires --async_steps 0 or --rollout_backend server: torch "
+            "compiles in one thread only",
+        )
+        yield (
+            self.vllm_tensor_parallel == 1 or self.rollout_backend == "vllm",
+            "--vllm_tensor_parallel requires --rollout_backend vllm",
+        )
+        yield (
+            self.vllm_tensor_parallel == 1 or not self.async_steps,
+            "--async_steps requires --vllm_tensor_parallel 1: ranks that share an engine "
+            "would meet in it and in training at once",
+        )
+
+    def warnings(self: Any) -> Iterator[tuple[object, str]]:
+        """Yield the conditions without which flags are doubtful, each with what to say then."""
+        yield (
+            self.top_p == 1 and self.repetition_penalty == 1 and (self.min_response_length == 0),
+            "--top_p, --repetition_penalty and --min_response_length bias the ratio: they "
+            "change the distribution that is sampled, not the one that is trained",
+        )
 
 
 @dataclass
@@ -365,26 +383,33 @@ class ConversationArgs:
     """Texts that end a turn as a stop token does, such as </search> for a model that continues
     after a call."""
 
-    RULES = {
-        "--reward episode requires an --environment or --agent": lambda a: (
-            a.environment or a.agent or "episode" not in a.reward
-        ),
-        "--agent takes the place of --tools and --environment": lambda a: (
-            not a.agent or not (a.tools or a.environment)
-        ),
-        "--turn_stop requires --tools, an --environment or an --agent": lambda a: (
-            a.tools or a.environment or a.agent or not a.turn_stop
-        ),
-        "--tools, --environment and --agent require --min_response_length 0 and --vllm_tensor_parallel 1": lambda a: (
-            not (a.tools or a.environment or a.agent)
-            or (a.min_response_length, a.vllm_tensor_parallel) == (0, 1)
-        ),
-    }
-    WARNINGS = {
-        "--environment and --agent: their rewards do not count without episode in --reward": lambda a: (
-            not (a.environment or a.agent) or "episode" in a.reward
+    def rules(self: Any) -> Iterator[tuple[object, str]]:
+        """Yield the conditions that flags must meet, each with what to say otherwise."""
+        yield (
+            self.environment or self.agent or "episode" not in self.reward,
+            "--reward episode requires an --environment or --agent",
         )
-    }
+        yield (
+            not self.agent or not (self.tools or self.environment),
+            "--agent takes the place of --tools and --environment",
+        )
+        yield (
+            self.tools or self.environment or self.agent or (not self.turn_stop),
+            "--turn_stop requires --tools, an --environment or an --agent",
+        )
+        yield (
+            not (self.tools or self.environment or self.agent)
+            or (self.min_response_length, self.vllm_tensor_parallel) == (0, 1),
+            "--tools, --environment and --agent require --min_response_length 0 and "
+            "--vllm_tensor_parallel 1",
+        )
+
+    def warnings(self: Any) -> Iterator[tuple[object, str]]:
+        """Yield the conditions without which flags are doubtful, each with what to say then."""
+        yield (
+            not (self.environment or self.agent) or "episode" in self.reward,
+            "--environment and --agent: their rewards do not count without episode in --reward",
+        )
 
 
 @dataclass
@@ -402,16 +427,20 @@ class OptimizerArgs:
     max_grad_norm: PositiveFloat = 1.0
     """Clip the norm of the gradient to this."""
 
-    RULES = {
-        "--min_learning_rate must be at most --learning_rate": lambda a: (
-            a.min_learning_rate <= a.learning_rate
+    def rules(self: Any) -> Iterator[tuple[object, str]]:
+        """Yield the conditions that flags must meet, each with what to say otherwise."""
+        yield (
+            self.min_learning_rate <= self.learning_rate,
+            "--min_learning_rate must be at most --learning_rate",
         )
-    }
-    WARNINGS = {
-        "--lora_rank: adapters hardly move at a --learning_rate below 1e-5; 1e-5 to 2e-4 are usual": lambda a: (
-            not a.lora_rank or a.learning_rate >= 1e-5
+
+    def warnings(self: Any) -> Iterator[tuple[object, str]]:
+        """Yield the conditions without which flags are doubtful, each with what to say then."""
+        yield (
+            not self.lora_rank or self.learning_rate >= 1e-05,
+            "--lora_rank: adapters hardly move at a --learning_rate below 1e-5; 1e-5 to "
+            "2e-4 are usual",
         )
-    }
 
 
 @dataclass
@@ -434,27 +463,36 @@ class PolicyArgs(OptimizerArgs):
     """Steps between refreshes of the reference from the policy (TR-DPO, arXiv:2404.09656); 0 for
     never."""
 
-    RULES = {
-        "--total_episodes must be at least a step, --rollout_batch_size x --group_size": lambda a: (
-            a.total_episodes >= a.rollout_batch_size * a.group_size
-        ),
-        "--overlong_buffer must be at most --max_response_length": lambda a: (
-            a.overlong_buffer <= a.max_response_length
-        ),
-        "--ref_refresh_every requires a reference with weights: --lora_rank 0 and a --kl_coef above 0": lambda a: (
-            not a.ref_refresh_every or a.kl_coef and not a.lora_rank
-        ),
-        "--ref_model and --kl_target require a --kl_coef above 0": lambda a: (
-            a.kl_coef or not (a.ref_model or a.kl_target)
-        ),
-        "--kl_horizon must be over a fifth of a step's responses: --kl_coef would fall to 0 or below": lambda a: (
-            not a.kl_target or 5 * a.kl_horizon > a.rollout_batch_size * a.group_size
-        ),
-    }
-    WARNINGS = {
-        "--kl_in loss with --kl_estimator k1: its gradient has zero mean; use k2 or k3": lambda a: (
-            not a.kl_coef
-            or (a.kl_in, a.kl_estimator, getattr(a, "kl_weighting", "none"))
-            != ("loss", "k1", "none")
-        ),
-    }
+    def rules(self: Any) -> Iterator[tuple[object, str]]:
+        """Yield the conditions that flags must meet, each with what to say otherwise."""
+        yield (
+            self.total_episodes >= self.rollout_batch_size * self.group_size,
+            "--total_episodes must be at least a step, --rollout_batch_size x --group_size",
+        )
+        yield (
+            self.overlong_buffer <= self.max_response_length,
+            "--overlong_buffer must be at most --max_response_length",
+        )
+        yield (
+            not self.ref_refresh_every or (self.kl_coef and (not self.lora_rank)),
+            "--ref_refresh_every requires a reference with weights: --lora_rank 0 and a "
+            "--kl_coef above 0",
+        )
+        yield (
+            self.kl_coef or not (self.ref_model or self.kl_target),
+            "--ref_model and --kl_target require a --kl_coef above 0",
+        )
+        yield (
+            not self.kl_target or 5 * self.kl_horizon > self.rollout_batch_size * self.group_size,
+            "--kl_horizon must be over a fifth of a step's responses: --kl_coef would fall "
+            "to 0 or below",
+        )
+
+    def warnings(self: Any) -> Iterator[tuple[object, str]]:
+        """Yield the conditions without which flags are doubtful, each with what to say then."""
+        yield (
+            not self.kl_coef
+            or (self.kl_in, self.kl_estimator, getattr(self, "kl_weighting", "none"))
+            != ("loss", "k1", "none"),
+            "--kl_in loss with --kl_estimator k1: its gradient has zero mean; use k2 or k3",
+        )

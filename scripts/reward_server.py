@@ -17,7 +17,7 @@ import contextlib
 import math
 import socket
 from types import SimpleNamespace
-from typing import Literal
+from typing import Iterator, Literal
 
 import repository  # noqa: F401
 import uvicorn
@@ -53,9 +53,9 @@ class Args(RewardArgs):
     """Tokens, padding included, of a reward model's forward pass. Memory and speed; results change
     by rounding only."""
 
-    RULES = {
-        "--reward episode requires the conversations of a run": lambda a: "episode" not in a.reward
-    }
+    def rules(self) -> Iterator[tuple[object, str]]:
+        """Yield the conditions that flags must meet, each with what to say otherwise."""
+        yield "episode" not in self.reward, "--reward episode requires the conversations of a run"
 
 
 class Request(BaseModel):
