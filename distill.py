@@ -45,15 +45,12 @@ from torch.special import entr
 from transformers import PreTrainedModel
 
 import utils
-from grpo import ROLLOUT_OUTPUTS, generate
 from plumbing import cli
 from plumbing.cli import NonNegativeInt, PositiveFloat, PositiveInt, PositiveShare, Share
-from plumbing.data.mixture import count_steps, load_train_and_eval, take_prompts
+from plumbing.data.mixture import count_steps, take_prompts
 from plumbing.data.rows import Row
 from plumbing.models import loading
-from plumbing.models.sharding import Sharding, model_device, set_gradient_sync
-from plumbing.rewards.sources import RewardSources, check_reference
-from plumbing.rollout import engines
+from plumbing.models.sharding import model_device, set_gradient_sync
 from plumbing.rollout.batch import (
     Batch,
     Experience,
@@ -61,12 +58,16 @@ from plumbing.rollout.batch import (
     Sampler,
     forbid_gradient,
     forward_tokens,
+    invert_distribution,
+    logits_processors,
 )
+from plumbing.rollout.kv_cache import expand_cache
 from plumbing.run import evaluation
 from plumbing.run.ranks import report_errors
-from plumbing.run.run import Run
+from plumbing.run.setup import set_up
 
 CHUNK_TOKENS = 256  # response tokens whose logits are held at once
+ROLLOUT_OUTPUTS = ("rollout_logprobs",)  # what `generate` stores per token; vLLM has this one alone
 
 
 @dataclass
@@ -344,6 +345,107 @@ class Teacher(LanguageModel):
 # --------------------------------------------------------------------------------------------------
 
 
+@torch.no_grad()  # in inference mode, autocast would cast all weights anew at every token
+def generate(
+    model: PreTrainedModel,
+    queries: list[list[int]],
+    uniforms: Tensor | None,
+    stop_ids: list[int],
+    args: Args,
+    interrupted: Callable,
+    lengths: list[int] | None = None,
+    stop_strings: Callable | None = None,
+) -> Iterator[tuple[int, list[int], dict[str, list[float]]]]:
+    """Sample one response per query: a pass over the left-padded prompts, equal ones once, then one
+    token at a time over the cache.
+
+    A token is drawn by inverting its distribution function at a uniform number given in advance.
+    Whenever a quarter of the rows have ended, they are dropped: the long tail of responses runs in
+    a small batch.
+
+    Args:
+        queries: token ids. uniforms: (N, T) float64 in [0, 1), T >= all lengths, or None for greedy
+            decoding.
+        interrupted: called at every token; once it is true, there are no further responses.
+        lengths: maximum number of tokens of each response; None: --max_response_length.
+        stop_strings: transformers' StopStringCriteria, which ends a turn of a conversation as a
+            stop token does.
+    Yields:
+        The place of a query whose response has ended; the response, token ids up to and including
+        the first stop token; its per-token outputs by name.
+    """
+    device = model_device(model)
+    prompts: dict[tuple, int] = {}  # the P different ones, and their rows in the first pass
+    prompt_of = [prompts.setdefault(tuple(query), len(prompts)) for query in queries]  # (N,)
+    width = max(map(len, prompts))
+    lengths = lengths or [args.max_response_length] * len(queries)
+    length = max(lengths)
+    ends = torch.tensor(lengths, device=device)  # (N,), where each response ends at the latest
+    # Padded with a token that the prompt has: a repetition penalty also reads what is masked.
+    padded = [(*prompt[:1] * (width - len(prompt)), *prompt) for prompt in prompts]
+    input_ids = torch.tensor(padded, device=device)  # (P, width); later (n, 1)
+    masks = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    mask = torch.tensor(masks, device=device)  # (P, width); later (n, tokens so far)
+    positions = (mask.cumsum(1) - 1).clamp(0)
+    sequences = nn.functional.pad(input_ids[prompt_of], (0, length))  # (N, width + T)
+    outputs = {name: torch.zeros(len(queries), length, device=device) for name in ROLLOUT_OUTPUTS}
+    processors = logits_processors(args, width, stop_ids, uniforms is not None, device)
+    stops = torch.tensor(stop_ids, device=device)
+    uniforms = None if uniforms is None else uniforms.to(device)
+    running = torch.arange(len(queries), device=device)  # (n,), the rows that the batch still holds
+    finished = torch.zeros_like(running, dtype=torch.bool)  # (n,)
+    finished_count = 0  # rows that have finished and are still in the batch
+    cache = None
+    for t in range(length):
+        predicted = model(
+            input_ids=input_ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        cache = predicted.past_key_values
+        scores = predicted.logits[:, -1].float()  # (n, V)
+        if t == 0:  # from the prompts' rows to those of the responses
+            scores, mask, positions = (x[prompt_of] for x in (scores, mask, positions))
+            expand_cache(cache, torch.tensor(prompt_of, device=device))
+        for process in processors:
+            scores = process(sequences[running, : width + t], scores)
+        token_logprobs = scores.log_softmax(-1)
+        if uniforms is None:
+            tokens = token_logprobs.argmax(-1, keepdim=True)  # (n, 1)
+        else:  # NaN logits give any token; `Sampler.rollout` fails on them, after all rows
+            tokens = invert_distribution(token_logprobs.exp(), uniforms[running, t, None])
+        sequences[running, width + t] = tokens[:, 0]
+        outputs["rollout_logprobs"][running, t] = token_logprobs.gather(1, tokens)[:, 0]
+        ended = torch.isin(tokens[:, 0], stops) | (t + 1 == ends[running])
+        if stop_strings is not None:
+            ended |= stop_strings(sequences[running, width : width + t + 1], None)
+        new = running[ended & ~finished]  # places of the responses that end here
+        responses = sequences[new, width : width + t + 1].tolist()
+        columns = {name: x[new, : t + 1].tolist() for name, x in outputs.items()}
+        for i, place in enumerate(new.tolist()):
+            yield place, responses[i], {name: column[i] for name, column in columns.items()}
+        finished |= ended
+        finished_count += len(new)
+        if finished_count == len(running) or interrupted():
+            return
+        input_ids = tokens
+        positions = positions[:, -1:] + 1
+        mask = nn.functional.pad(mask, (0, 1), value=1)
+        if 4 * finished_count >= len(running):
+            kept = ~finished
+            running = running[kept]
+            input_ids = input_ids[kept]
+            positions = positions[kept]
+            mask = mask[kept]
+            finished = finished[kept]
+            finished_count = 0
+            # Not `batch_select_indices`, which leaves recurrent states out.
+            cache.reorder_cache(kept.nonzero()[:, 0])
+
+
 def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) -> Experience:
     """Gather a response to each prompt of a step: the student's with probability --on_policy_share,
     else the row's.
@@ -382,65 +484,33 @@ def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) ->
 
 
 def main(args: Args) -> None:
-    # ---- setting up: processes, data, rewards ----
-    world = utils.setup_processes()
-    run = Run(args, __file__, world)
-    tokenizer, stop_ids = loading.load_tokenizer_and_stop_ids(args)
-    if args.teacher:
-        loading.check_same_tokens("--teacher", args.teacher, args.model)
-    conversations = engines.load_conversations(args, tokenizer, stop_ids)
-    imitated = stop_ids if args.on_policy_share < 1 else []
-    prompts, eval_prompts = load_train_and_eval(
-        args, tokenizer, check_reference, conversations, imitated
-    )
-    reward_sources = RewardSources(args, tokenizer, eval_prompts, conversations is not None)
-    updates_per_step = utils.count_updates(
-        args.rollout_batch_size, args.mini_batch_size, args.num_epochs
-    )
-    total_steps = count_steps(args.passes, prompts, args.rollout_batch_size)
-
-    # ---- setting up: models, optimizer, rollout ----
-    precision = loading.precision(args.precision, world.device)
-    sharding = Sharding(args, world, precision)
+    # ---- setting up ----
     # Supervised: only evaluations sample by --temperature.
     temperature = args.temperature if args.teacher else 1.0
-    make_policy = functools.partial(Policy, args=args, temperature=temperature)
-    policy, wrapped = loading.load_policy(args, make_policy, run.checkpoint, precision, sharding)
+    parts = set_up(
+        args,
+        __file__,
+        functools.partial(Policy, args=args, temperature=temperature),
+        generate,
+        ROLLOUT_OUTPUTS,
+        learn="responses" if args.on_policy_share < 1 else "prompts",
+    )
+    world, run, wrapped, sampler = parts.world, parts.run, parts.wrapped, parts.sampler
     teacher = None
     if args.teacher:
         make_teacher = functools.partial(
             Teacher, args=args, temperature=args.teacher_temperature or temperature
         )
         teacher = loading.load_frozen(
-            "--teacher", args.teacher, make_teacher, precision.frozen_dtype, sharding
+            "--teacher", args.teacher, make_teacher, parts.precision.frozen_dtype, parts.sharding
         )
-    reward_sources.load_models(args, precision, sharding)
-    optimizer = utils.Optimizer(policy, args, total_steps, updates_per_step)
-    # It samples, by `generate` or the engine of --rollout_backend, and scores.
-    sampler = engines.load_sampler(
-        run,
-        precision,
-        outputs=ROLLOUT_OUTPUTS,
-        needed=bool(args.on_policy_share or eval_prompts),
-        generate=generate,
-        model=policy.model,
-        tokenizer=tokenizer,
-        stop_ids=stop_ids,
-        reward_sources=reward_sources,
-        conversations=conversations,
-    )
-    evaluate = functools.partial(evaluation.evaluate, sampler, eval_prompts)
-    run.start(
-        total_steps,
-        tokenizer=tokenizer,
-        models={"": policy.model},
-        optimizers={"": optimizer},
-        engine=sampler.engine,
-    )
-    run.check_rows(prompts, eval_prompts)  # warns if a resumed run reads other rows
-    rollouts = engines.Rollouts(run, sampler, prompts, collect)
+    size = args.rollout_batch_size
+    total_steps = count_steps(args.passes, parts.prompts, size)
+    updates_per_step = utils.count_updates(size, args.mini_batch_size, args.num_epochs)
+    optimizer = utils.Optimizer(parts.policy, args, total_steps, updates_per_step)
+    rollouts = parts.start(collect, total_steps, {"": optimizer})
 
-    for step in run.steps(evaluate if eval_prompts else None):
+    for step in run.steps():
         # ---- 1. rollout ----
         run.phase("rollout")
         experience = rollouts.take(step)
@@ -488,7 +558,7 @@ def main(args: Args) -> None:
 
         # ---- 4. metrics ----
         metrics = {
-            "epoch": experience.state["position"] / len(prompts),
+            "epoch": experience.state["position"] / len(parts.prompts),
             # No update where all conversations have failed.
             "train/loss": total["loss"] / max(1, len(updates)),
             "policy/entropy_avg": total["entropies"] / total["tokens"],

@@ -42,13 +42,12 @@ from transformers import PreTrainedModel
 
 import utils
 from plumbing import cli
-from plumbing.cli import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share
-from plumbing.data.mixture import load_train_and_eval, take_prompts
+from plumbing.cli import Factor, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share
+from plumbing.data.mixture import take_prompts
 from plumbing.data.rows import Row
 from plumbing.models import loading
-from plumbing.models.sharding import Sharding, model_device, set_gradient_sync, sync_reference
-from plumbing.rewards.sources import RewardSources, check_reference, reward_weights
-from plumbing.rollout import engines
+from plumbing.models.sharding import model_device, set_gradient_sync, sync_reference
+from plumbing.rewards.sources import reward_weights
 from plumbing.rollout.batch import (
     MAX_REFILLS,
     Batch,
@@ -66,11 +65,11 @@ from plumbing.rollout.batch import (
 from plumbing.rollout.kv_cache import expand_cache
 from plumbing.run import evaluation
 from plumbing.run.ranks import report_errors
-from plumbing.run.run import Run
+from plumbing.run.setup import set_up
 
 
 class Variant(NamedTuple):
-    """The settings of a --loss; flags override them."""
+    """The settings of a --loss."""
 
     token_loss: str  # `policy_loss`
     loss_aggregation: str
@@ -157,6 +156,21 @@ class Args(
     kl_weighting: Literal["none", "ratio"] = "none"
     """Weight a token's KL in the loss by the ratio, which makes its gradient unbiased, also off
     policy."""
+    kl_target: NonNegativeFloat = 0.0
+    """Mean KL per token to which beta is steered (Ziegler et al. 2019, adaptive), from --kl_coef
+    on; a resume goes on with the beta that it found. 0 keeps beta fixed."""
+    kl_horizon: PositiveInt = 10_000
+    """Responses over which --kl_target acts."""
+    ref_refresh_every: NonNegativeInt = 0
+    """Steps between refreshes of the reference from the policy (TR-DPO, arXiv:2404.09656); 0 for
+    never."""
+    rollout_correction: Literal["none", "truncate", "mask", "sequence_mask"] | None = None
+    """Weight the policy loss by rho = policy at the start of the step / policy that sampled:
+    truncate rho of a token to --rollout_correction_cap, drop tokens outside of [1 / cap, cap], or
+    use the response's and drop it above cap. Default: truncate where vLLM samples without
+    --async_steps, else none."""
+    rollout_correction_cap: Factor = 2.0
+    """Largest rho of --rollout_correction; 2 for tokens, 3 for sequences are usual."""
 
     non_stop_penalty: bool = True
     """Penalise a response without a stop token by --penalty_reward_value."""
@@ -213,6 +227,13 @@ class Args(
         )
 
 
+def variant_of(args: Args) -> Variant:
+    """Return the settings of --loss, with those that flags override."""
+    flags = {name: getattr(args, name, None) for name in Variant._fields}
+    given = {name: value for name, value in flags.items() if value is not None}
+    return VARIANTS[args.loss]._replace(**given)
+
+
 # --------------------------------------------------------------------------------------------------
 # The equations: tensors in, tensors out.
 # N sequences, T response positions, G responses per prompt, V vocabulary.
@@ -264,15 +285,32 @@ def kl_ratio(logprobs: Tensor, old_logprobs: Tensor, estimator: str) -> Tensor:
     return ratio.detach() if estimator == "k2" else ratio
 
 
-def adapt_kl_coef(kl_coef: float, kl: float, target: float, sequences: int, horizon: int) -> float:
-    """Return the adaptive controller's next beta (Ziegler et al. 2019, arXiv:1909.08593, section
-    2.2).
-
-    beta * (1 + clip(kl / target - 1, -0.2, 0.2) * sequences / horizon), where kl is the mean over
-    sequences of the token mean. A KL that is not finite leaves beta as it is.
+class AdaptiveKL:
+    """The weight beta of the KL, with --kl_target steered by the adaptive controller (Ziegler et
+    al. 2019, arXiv:1909.08593, section 2.2).
     """
-    error = min(max(kl / target - 1, -0.2), 0.2) if math.isfinite(kl) else 0.0
-    return kl_coef * (1 + error * sequences / horizon)
+
+    def __init__(self, args: Args, state: dict):
+        """`state`: of the run, which keeps beta for a resume."""
+        self.args = args
+        self.state = state
+
+    @property
+    def coef(self) -> float:
+        """Return beta."""
+        start = self.args.kl_coef
+        return self.state.get("kl_coef", start) if self.args.kl_target else start
+
+    def update(self, kl: float, sequences: int) -> None:
+        """Set beta to beta * (1 + clip(kl / target - 1, -0.2, 0.2) * sequences / horizon).
+
+        Args:
+            kl: mean over `sequences` of the mean over tokens. One that is not finite changes nothing.
+        """
+        if self.args.kl_target and math.isfinite(kl):
+            error = min(max(kl / self.args.kl_target - 1, -0.2), 0.2)
+            factor = 1 + error * sequences / self.args.kl_horizon
+            self.state["kl_coef"] = self.coef * factor
 
 
 def policy_loss(
@@ -319,6 +357,20 @@ def policy_loss(
         loss = torch.where(bounded, -advantages * dual_clip, loss)
         outside = outside | bounded
     return loss, outside
+
+
+def old_policy(args: Args, correction: str, updates_per_step: int) -> str:
+    """Return which policy is pi_old, to which the ratio is.
+
+    "sampler": the one that sampled, which is older with --async_steps, if no --rollout_correction
+        weighs the difference.
+    "start": the one at the start of the step. Its log-probabilities are computed before the updates.
+    "current": the same one, where a step has a single update: its forward pass gives them, and the
+        ratio is exactly 1.
+    """
+    if args.async_steps and correction == "none":
+        return "sampler"
+    return "start" if updates_per_step > 1 else "current"
 
 
 def correction_weights(
@@ -709,66 +761,24 @@ def policy_metrics(total: dict[str, float], scores: Tensor, kl_coef: float) -> d
 
 
 def main(args: Args) -> None:
-    # ---- setting up: processes, data, rewards ----
-    world = utils.setup_processes()
-    run = Run(args, __file__, world)
-    tokenizer, stop_ids = loading.load_tokenizer_and_stop_ids(args)
-    conversations = engines.load_conversations(args, tokenizer, stop_ids)
-    # `check_reference` says which rows no source of --reward could score.
-    prompts, eval_prompts = load_train_and_eval(args, tokenizer, check_reference, conversations)
-    reward_sources = RewardSources(args, tokenizer, prompts, conversations is not None)
+    # ---- setting up ----
     # Responses per step; fewer train where some are left out.
     N = args.rollout_batch_size * args.group_size
-    updates_per_step = utils.count_updates(N, args.mini_batch_size, args.num_epochs)
     total_steps = args.total_episodes // N
-    variant = VARIANTS[args.loss]
-    loss_aggregation = args.loss_aggregation or variant.loss_aggregation
-    advantage_scale = args.advantage_scale or variant.advantage_scale
-    clip_low = variant.clip_low if args.clip_low is None else args.clip_low
-    clip_high = variant.clip_high if args.clip_high is None else args.clip_high
-
-    # ---- setting up: models, optimizer, rollout ----
-    precision = loading.precision(args.precision, world.device)
-    sharding = Sharding(args, world, precision)
-    # `wrapped` is the policy, in DDP on several ranks without --shard. `saved_models` are those
-    # that a checkpoint holds, by folder; "" is the policy's.
-    policy, wrapped, reference, saved_models = loading.load_policy_and_reference(
-        args, functools.partial(Policy, args=args), run.checkpoint, precision, sharding
-    )
-    kl_in = "none" if reference is None else args.kl_in
-    reward_sources.load_models(args, precision, sharding)
+    updates_per_step = utils.count_updates(N, args.mini_batch_size, args.num_epochs)
+    settings = variant_of(args)
+    parts = set_up(args, __file__, functools.partial(Policy, args=args), generate, ROLLOUT_OUTPUTS)
+    world, run, precision, sampler = parts.world, parts.run, parts.precision, parts.sampler
+    policy, wrapped, reference = parts.policy, parts.wrapped, parts.reference
     optimizer = utils.Optimizer(policy, args, total_steps, updates_per_step)
-    # It samples, by `generate` or the engine of --rollout_backend, and scores.
-    sampler = engines.load_sampler(
-        run,
-        precision,
-        outputs=ROLLOUT_OUTPUTS,
-        generate=generate,
-        model=policy.model,
-        tokenizer=tokenizer,
-        stop_ids=stop_ids,
-        reward_sources=reward_sources,
-        conversations=conversations,
-    )
-    # The ratio is to pi_old, the policy at the start of the step. With --async_steps an older one
-    # has sampled: it is pi_old then, unless --rollout_correction (`sampler.correction`: the flag or
-    # its default) corrects for the difference.
-    ratio_to_sampler = args.async_steps > 0 and sampler.correction == "none"
-    # With one update per step, its own forward pass gives the log-probs at the start of the step.
-    needs_start_logprobs = kl_in == "reward" or updates_per_step > 1 and not ratio_to_sampler
+    kl_in = "none" if reference is None else args.kl_in
     estimate_kl = functools.partial(kl_estimate, estimator=args.kl_estimator)
-    evaluate = functools.partial(evaluation.evaluate, sampler, eval_prompts)
-    run.start(
-        total_steps,
-        tokenizer=tokenizer,
-        models=saved_models,
-        optimizers={"": optimizer},
-        engine=sampler.engine,
-    )
-    run.check_rows(prompts, eval_prompts)  # warns if a resumed run reads other rows
-    rollouts = engines.Rollouts(run, sampler, prompts, collect)
+    pi_old = old_policy(args, sampler.correction, updates_per_step)
+    needs_start_logprobs = pi_old == "start" or kl_in == "reward"
+    rollouts = parts.start(collect, total_steps, {"": optimizer})
+    adaptive_kl = AdaptiveKL(args, run.state)
 
-    for step in run.steps(evaluate if eval_prompts else None):
+    for step in run.steps():
         # ---- 1. rollout ----
         run.phase("rollout")
         experience = rollouts.take(step)
@@ -776,9 +786,7 @@ def main(args: Args) -> None:
         mask = batch.response_mask  # (N, T)
         scores = batch.scores  # (N,)
         trained = scores.isfinite().nonzero()[:, 0].tolist()  # the responses with a score
-        kl_coef = args.kl_coef
-        if args.kl_target:
-            kl_coef = run.state.get("kl_coef", kl_coef)
+        kl_coef = adaptive_kl.coef
 
         # ---- 2. log-probs: of the reference, and of the policy at the start of the step ----
         run.phase("logprobs")
@@ -792,11 +800,13 @@ def main(args: Args) -> None:
             )
 
         # ---- 3. advantages ----
-        outcomes = decoupled_scores(batch, args) if advantage_scale == "gdpo" else scores  # R, (N,)
+        outcomes = (
+            decoupled_scores(batch, args) if settings.advantage_scale == "gdpo" else scores
+        )  # R, (N,)
         if kl_in == "reward":
             kl = estimate_kl(batch.tokens["start_logprobs"], batch.tokens["ref_logprobs"])
             outcomes = outcomes - kl_coef * masked_sum(kl, mask, 1)
-        advantages = group_advantages(outcomes, args.group_size, advantage_scale)  # (N,)
+        advantages = group_advantages(outcomes, args.group_size, settings.advantage_scale)  # (N,)
         # `group_advantages` gives 0 where the KL is not finite, as for a missing score. A NaN there
         # makes `Optimizer.step` skip the update.
         advantages = advantages.masked_fill(scores.isfinite() & ~outcomes.isfinite(), math.nan)
@@ -812,33 +822,28 @@ def main(args: Args) -> None:
         optimizer.begin_step(step, len(updates))  # fewer where responses were left out
         for number, (epoch, mini) in enumerate(updates):
             reduce_loss = loss_reduction(
-                loss_aggregation, mask, mini, updates, args.max_response_length
+                settings.loss_aggregation, mask, mini, updates, args.max_response_length
             )
             for inputs, micro, last in batch.micro_batches(mini, args.micro_batch_tokens, world):
                 m = micro["response_mask"]  # (n, T), as all of micro and out
                 set_gradient_sync(wrapped, last)
                 out = forward_tokens(wrapped, inputs, m)
                 logprobs = out["logprobs"]
-                if needs_start_logprobs:
-                    start_logprobs = micro["start_logprobs"]
-                else:  # no update has come before, or (`ratio_to_sampler`) only the log reads them
-                    start_logprobs = logprobs.detach()
-                old_logprobs = micro["rollout_logprobs"] if ratio_to_sampler else start_logprobs
+                # Where they were not computed, no update has come before, or only the log reads them.
+                start_logprobs = micro.get("start_logprobs", logprobs.detach())
+                by_sampler = micro["rollout_logprobs"]
+                old_logprobs = by_sampler if pi_old == "sampler" else start_logprobs
                 weights = correction_weights(
-                    old_logprobs,
-                    micro["rollout_logprobs"],
-                    m,
-                    sampler.correction,
-                    args.rollout_correction_cap,
+                    old_logprobs, by_sampler, m, sampler.correction, args.rollout_correction_cap
                 )
                 token_losses, clipped = policy_loss(
                     logprobs,
                     old_logprobs,
                     micro["advantages"],
                     m,
-                    variant.token_loss,
-                    clip_low,
-                    clip_high,
+                    settings.token_loss,
+                    settings.clip_low,
+                    settings.clip_high,
                     args.dual_clip,
                 )
                 loss = policy_term = reduce_loss(token_losses * weights, m)
@@ -869,21 +874,17 @@ def main(args: Args) -> None:
 
         # ---- 6. metrics, and the KL controller ----
         metrics = {
-            "epoch": experience.state["position"] / len(prompts),
+            "epoch": experience.state["position"] / len(parts.prompts),
             "objective/kl_coef": kl_coef,
             **policy_metrics(total, experience.sampled.scores, kl_coef),
-            **evaluation.batch_metrics(experience.sampled, reward_sources),
+            **evaluation.batch_metrics(experience.sampled, sampler.reward_sources),
             **evaluation.mismatch_metrics(total, step, batch),
             **experience.metrics,
             **optimizer.metrics(),
             **sampler.metrics(),
         }
-        if args.kl_target:
-            # Of means over tokens, where objective/kl has sums.
-            mean_kl = total["mean_kl"] / total["responses"]
-            run.state["kl_coef"] = adapt_kl_coef(
-                kl_coef, mean_kl, args.kl_target, len(trained), args.kl_horizon
-            )
+        # Of means over tokens, where objective/kl has sums.
+        adaptive_kl.update(total["mean_kl"] / total["responses"], len(trained))
         samples = evaluation.sample_rows(batch, args.log_samples)
         run.finish_step(
             metrics,

@@ -32,7 +32,6 @@ whatever is put there (see grpo.py, choice 8). And:
     torchrun --nproc_per_node 8 ppo.py --model Qwen/Qwen2.5-7B                        # eight GPUs of 80 GB
 """
 
-import dataclasses
 import functools
 import math
 import os
@@ -43,17 +42,16 @@ import torch
 from pydantic import FiniteFloat
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 import utils
 from plumbing import cli
-from plumbing.cli import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share
-from plumbing.data.mixture import load_prompts, load_train_and_eval, mix, take_prompts
+from plumbing.cli import Factor, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share
+from plumbing.data.mixture import take_prompts
 from plumbing.data.rows import Row
 from plumbing.models import loading
-from plumbing.models.sharding import Sharding, model_device, set_gradient_sync, sync_reference
-from plumbing.rewards.sources import RewardSources, check_reference, reward_weights
-from plumbing.rollout import engines
+from plumbing.models.sharding import model_device, set_gradient_sync, sync_reference
+from plumbing.rewards.sources import reward_weights
 from plumbing.rollout.batch import (
     MAX_REFILLS,
     Batch,
@@ -72,7 +70,7 @@ from plumbing.rollout.batch import (
 from plumbing.rollout.kv_cache import expand_cache
 from plumbing.run import evaluation
 from plumbing.run.ranks import report_errors
-from plumbing.run.run import Run
+from plumbing.run.setup import set_up
 
 CHUNK_TOKENS = 512  # response tokens whose logits are held at once
 ROLLOUT_OUTPUTS = ("rollout_logprobs",)  # what `generate` stores per token; vLLM has this one alone
@@ -169,6 +167,21 @@ class Args(
     """Add the KL to the loss, or subtract it from the score."""
     kl_estimator: Literal["k1", "abs", "k2", "k3"] = "k1"
     """Estimator of the KL per token."""
+    kl_target: NonNegativeFloat = 0.0
+    """Mean KL per token to which beta is steered (Ziegler et al. 2019, adaptive), from --kl_coef
+    on; a resume goes on with the beta that it found. 0 keeps beta fixed."""
+    kl_horizon: PositiveInt = 10_000
+    """Responses over which --kl_target acts."""
+    ref_refresh_every: NonNegativeInt = 0
+    """Steps between refreshes of the reference from the policy (TR-DPO, arXiv:2404.09656); 0 for
+    never."""
+    rollout_correction: Literal["none", "truncate", "mask", "sequence_mask"] | None = None
+    """Weight the policy loss by rho = policy at the start of the step / policy that sampled:
+    truncate rho of a token to --rollout_correction_cap, drop tokens outside of [1 / cap, cap], or
+    use the response's and drop it above cap. Default: truncate where vLLM samples without
+    --async_steps, else none."""
+    rollout_correction_cap: Factor = 2.0
+    """Largest rho of --rollout_correction; 2 for tokens, 3 for sequences are usual."""
     ptx_dataset: str = ""
     """Rows for a supervised loss added to the policy's (PPO-ptx, arXiv:2203.02155), named as those
     of --dataset."""
@@ -278,15 +291,32 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
     return torch.exp(-d) + d - 1
 
 
-def adapt_kl_coef(kl_coef: float, kl: float, target: float, sequences: int, horizon: int) -> float:
-    """Return the adaptive controller's next beta (Ziegler et al. 2019, arXiv:1909.08593, section
-    2.2).
-
-    beta * (1 + clip(kl / target - 1, -0.2, 0.2) * sequences / horizon), where kl is the mean over
-    sequences of the token mean. A KL that is not finite leaves beta as it is.
+class AdaptiveKL:
+    """The weight beta of the KL, with --kl_target steered by the adaptive controller (Ziegler et
+    al. 2019, arXiv:1909.08593, section 2.2).
     """
-    error = min(max(kl / target - 1, -0.2), 0.2) if math.isfinite(kl) else 0.0
-    return kl_coef * (1 + error * sequences / horizon)
+
+    def __init__(self, args: Args, state: dict):
+        """`state`: of the run, which keeps beta for a resume."""
+        self.args = args
+        self.state = state
+
+    @property
+    def coef(self) -> float:
+        """Return beta."""
+        start = self.args.kl_coef
+        return self.state.get("kl_coef", start) if self.args.kl_target else start
+
+    def update(self, kl: float, sequences: int) -> None:
+        """Set beta to beta * (1 + clip(kl / target - 1, -0.2, 0.2) * sequences / horizon).
+
+        Args:
+            kl: mean over `sequences` of the mean over tokens. One that is not finite changes nothing.
+        """
+        if self.args.kl_target and math.isfinite(kl):
+            error = min(max(kl / self.args.kl_target - 1, -0.2), 0.2)
+            factor = 1 + error * sequences / self.args.kl_horizon
+            self.state["kl_coef"] = self.coef * factor
 
 
 def clipped_loss(
@@ -435,6 +465,20 @@ def resample(weights: Tensor, generator: np.random.Generator) -> list[int]:
     size = weights.shape[1]
     rows = enumerate(weights.tolist())
     return [p * size + i for p, row in rows for i in generator.choice(size, size, p=row).tolist()]
+
+
+def old_policy(args: Args, correction: str, updates_per_step: int) -> str:
+    """Return which policy is pi_old, to which the ratio is.
+
+    "sampler": the one that sampled, which is older with --async_steps, if no --rollout_correction
+        weighs the difference.
+    "start": the one at the start of the step. Its log-probabilities are computed before the updates.
+    "current": the same one, where a step has a single update: its forward pass gives them, and the
+        ratio is exactly 1.
+    """
+    if args.async_steps and correction == "none":
+        return "sampler"
+    return "start" if updates_per_step > 1 else "current"
 
 
 def correction_weights(
@@ -664,22 +708,6 @@ def update_critic(
             sums.add(m, value_clipped=clipped, value_tokens=m)
         optimizer.step()
     return sums
-
-
-def load_supervised(args: Args, tokenizer: PreTrainedTokenizerBase, stop_ids: list[int]):
-    """Return the rows of --ptx_dataset with responses, see `load_prompts`."""
-    # --prompt_column and --answer_column name columns of --dataset, not of these rows.
-    given = dataclasses.replace(args, prompt_column="", answer_column="")
-    parts = load_prompts(
-        "--ptx_dataset",
-        args.ptx_dataset,
-        "train",
-        tokenizer,
-        given,
-        check_reference=lambda *_: "",  # no source scores these rows
-        stop_ids=stop_ids,
-    )
-    return mix(parts, args.seed)
 
 
 def ptx_loss(
@@ -943,74 +971,36 @@ def policy_metrics(total: dict[str, float], scores: Tensor, kl_coef: float) -> d
 
 
 def main(args: Args) -> None:
-    # ---- setting up: processes, data, rewards ----
-    world = utils.setup_processes()
-    run = Run(args, __file__, world)
-    tokenizer, stop_ids = loading.load_tokenizer_and_stop_ids(args)
-    conversations = engines.load_conversations(args, tokenizer, stop_ids)
-    # `check_reference` says which rows no source of --reward could score.
-    prompts, eval_prompts = load_train_and_eval(args, tokenizer, check_reference, conversations)
-    ptx_rows = load_supervised(args, tokenizer, stop_ids) if args.ptx_coef else []
-    if args.value_model:
-        loading.check_can_read("--value_model", args.value_model, tokenizer)
-    reward_sources = RewardSources(args, tokenizer, prompts, conversations is not None)
+    # ---- setting up ----
     # Responses per step; fewer train where some are left out.
     N = args.rollout_batch_size * args.group_size
-    updates_per_step = utils.count_updates(N, args.mini_batch_size, args.num_epochs)
     total_steps = args.total_episodes // N
-
-    # ---- setting up: models, optimizer, rollout ----
-    precision = loading.precision(args.precision, world.device)
-    sharding = Sharding(args, world, precision)
-    # `wrapped` is the policy, in DDP on several ranks without --shard. `saved_models` are those
-    # that a checkpoint holds, by folder; "" is the policy's.
-    policy, wrapped, reference, saved_models = loading.load_policy_and_reference(
-        args, functools.partial(Policy, args=args), run.checkpoint, precision, sharding
+    updates_per_step = utils.count_updates(N, args.mini_batch_size, args.num_epochs)
+    critic_updates_per_step = utils.count_updates(N, *critic_size_and_epochs(args))
+    parts = set_up(args, __file__, functools.partial(Policy, args=args), generate, ROLLOUT_OUTPUTS)
+    world, run, precision, sampler = parts.world, parts.run, parts.precision, parts.sampler
+    policy, wrapped, reference = parts.policy, parts.wrapped, parts.reference
+    critic = load_critic(
+        args, run.checkpoint, precision.base_dtype(args), parts.sharding.load_device
     )
-    kl_in = "none" if reference is None else args.kl_in
-    reward_sources.load_models(args, precision, sharding)
-    critic = load_critic(args, run.checkpoint, precision.base_dtype(args), sharding.load_device)
-    wrapped_critic = sharding.wrap(critic)
+    wrapped_critic = parts.sharding.wrap(critic)
+    parts.models["critic"] = critic.scalar.model  # a checkpoint holds it, too
     optimizer = utils.Optimizer(
         policy, args, total_steps - args.critic_warmup_steps, updates_per_step
     )
-    critic_updates_per_step = utils.count_updates(N, *critic_size_and_epochs(args))
     critic_optimizer = utils.Optimizer(
         critic, args, total_steps, critic_updates_per_step, prefix="critic_"
     )
-    # It samples, by `generate` or the engine of --rollout_backend, and scores.
-    sampler = engines.load_sampler(
-        run,
-        precision,
-        outputs=ROLLOUT_OUTPUTS,
-        generate=generate,
-        model=policy.model,
-        tokenizer=tokenizer,
-        stop_ids=stop_ids,
-        reward_sources=reward_sources,
-        conversations=conversations,
-    )
-    # The ratio is to pi_old, the policy at the start of the step. With --async_steps an older one
-    # has sampled: it is pi_old then, unless --rollout_correction (`sampler.correction`: the flag or
-    # its default) corrects for the difference.
-    ratio_to_sampler = args.async_steps > 0 and sampler.correction == "none"
-    # With one update per step, its own forward pass gives the log-probs at the start of the step.
-    needs_start_logprobs = updates_per_step > 1 and not ratio_to_sampler
-    if kl_in == "reward" or args.pf_ppo != "none":  # for a KL taken before updates
-        needs_start_logprobs = True
+    kl_in = "none" if reference is None else args.kl_in
     estimate_kl = functools.partial(kl_estimate, estimator=args.kl_estimator)
-    evaluate = functools.partial(evaluation.evaluate, sampler, eval_prompts)
-    run.start(
-        total_steps,
-        tokenizer=tokenizer,
-        models=saved_models | {"critic": critic.scalar.model},
-        optimizers={"": optimizer, "critic": critic_optimizer},
-        engine=sampler.engine,
-    )
-    run.check_rows(prompts, eval_prompts, ptx_rows)  # warns if a resumed run reads other rows
-    rollouts = engines.Rollouts(run, sampler, prompts, collect)
+    pi_old = old_policy(args, sampler.correction, updates_per_step)
+    # PF-PPO logs the KL of all responses before it draws those that train.
+    needs_start_logprobs = pi_old == "start" or kl_in == "reward" or args.pf_ppo != "none"
+    optimizers = {"": optimizer, "critic": critic_optimizer}
+    rollouts = parts.start(collect, total_steps, optimizers)
+    adaptive_kl = AdaptiveKL(args, run.state)
 
-    for step in run.steps(evaluate if eval_prompts else None):
+    for step in run.steps():
         # ---- 1. rollout ----
         run.phase("rollout")
         experience = rollouts.take(step)
@@ -1018,9 +1008,7 @@ def main(args: Args) -> None:
         mask = batch.response_mask  # (N, T)
         scores = batch.scores  # (N,)
         trained = scores.isfinite().nonzero()[:, 0].tolist()  # the responses with a score
-        kl_coef = args.kl_coef
-        if args.kl_target:
-            kl_coef = run.state.get("kl_coef", kl_coef)
+        kl_coef = adaptive_kl.coef
 
         # ---- 2. log-probs: of the reference, and of the policy at the start of the step ----
         run.phase("logprobs")
@@ -1079,7 +1067,7 @@ def main(args: Args) -> None:
             )
             if args.ptx_coef:
                 rows = take_prompts(
-                    ptx_rows,
+                    parts.ptx_rows,
                     optimizer.updates * args.ptx_batch_size,
                     args.ptx_batch_size,
                     args.seed,
@@ -1091,17 +1079,12 @@ def main(args: Args) -> None:
                 set_gradient_sync(wrapped, last)
                 out = forward_tokens(wrapped, inputs, m)
                 logprobs = out["logprobs"]
-                if needs_start_logprobs:
-                    start_logprobs = micro["start_logprobs"]
-                else:  # no update has come before, or (`ratio_to_sampler`) only the log reads them
-                    start_logprobs = logprobs.detach()
-                old_logprobs = micro["rollout_logprobs"] if ratio_to_sampler else start_logprobs
+                # Where they were not computed, no update has come before, or only the log reads them.
+                start_logprobs = micro.get("start_logprobs", logprobs.detach())
+                by_sampler = micro["rollout_logprobs"]
+                old_logprobs = by_sampler if pi_old == "sampler" else start_logprobs
                 weights = correction_weights(
-                    old_logprobs,
-                    micro["rollout_logprobs"],
-                    m,
-                    sampler.correction,
-                    args.rollout_correction_cap,
+                    old_logprobs, by_sampler, m, sampler.correction, args.rollout_correction_cap
                 )
                 token_losses, clipped = clipped_loss(
                     logprobs - old_logprobs,
@@ -1136,10 +1119,10 @@ def main(args: Args) -> None:
 
         # ---- 6. metrics, and the KL controller ----
         metrics = {
-            "epoch": experience.state["position"] / len(prompts),
+            "epoch": experience.state["position"] / len(parts.prompts),
             "objective/kl_coef": kl_coef,
             **policy_metrics(total, experience.sampled.scores, kl_coef),
-            **evaluation.batch_metrics(experience.sampled, reward_sources),
+            **evaluation.batch_metrics(experience.sampled, sampler.reward_sources),
             **evaluation.mismatch_metrics(total, step, batch),
             "loss/value_avg": total["value_loss"],
             "val/clipfrac_avg": total["value_clipped"] / total["value_tokens"],
@@ -1151,12 +1134,8 @@ def main(args: Args) -> None:
             **critic_optimizer.metrics(),
             **sampler.metrics(),
         }
-        if args.kl_target and updates:
-            # Of means over tokens, where objective/kl has sums.
-            mean_kl = total["mean_kl"] / total["responses"]
-            run.state["kl_coef"] = adapt_kl_coef(
-                kl_coef, mean_kl, args.kl_target, len(trained), args.kl_horizon
-            )
+        if updates:  # of means over tokens, where objective/kl has sums
+            adaptive_kl.update(total["mean_kl"] / total["responses"], len(trained))
         samples = evaluation.sample_rows(batch, args.log_samples)
         run.finish_step(
             metrics,

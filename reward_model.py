@@ -388,10 +388,6 @@ def main(args: Args) -> None:
     config = scorer.model.config
     wrapped = sharding.wrap(scorer)
     optimizer = utils.Optimizer(scorer, args, total_steps)
-    run.start(
-        total_steps, tokenizer=tokenizer, models={"": scorer.model}, optimizers={"": optimizer}
-    )
-    run.check_rows(pairs, eval_pairs)
 
     def evaluate(pairs: list[dict] = eval_pairs) -> tuple[dict, list[dict]]:
         """Score pairs, keep mean and deviation in the model's config, and return metrics and
@@ -405,7 +401,16 @@ def main(args: Args) -> None:
         samples = sample_pairs(list(pairs)[: max(4, args.log_samples)], scores)
         return {f"eval/{name}": x for name, x in statistics.items()}, samples
 
-    for step in run.steps(evaluate if eval_pairs else None):
+    run.start(
+        total_steps,
+        tokenizer=tokenizer,
+        models={"": scorer.model},
+        optimizers={"": optimizer},
+        evaluate=evaluate if eval_pairs else None,
+    )
+    run.check_rows(pairs, eval_pairs)
+
+    for step in run.steps():
         # ---- update: one batch of pairs, cut into micro-batches ----
         run.phase("training")
         optimizer.begin_step(step, 1)

@@ -31,6 +31,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 PositiveShare = Annotated[float, Field(gt=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Seconds = Annotated[float, Field(gt=0, le=1e6)]
+Factor = Annotated[FiniteFloat, Field(ge=1)]
 Weight = Annotated[float, Field(ge=-1e6, le=1e6)]
 Port = Annotated[int, Field(ge=0, lt=2**16)]
 NonEmpty = Annotated[str, Field(min_length=1)]
@@ -445,23 +446,8 @@ class OptimizerArgs:
 
 @dataclass
 class PolicyArgs(OptimizerArgs):
-    rollout_correction: Literal["none", "truncate", "mask", "sequence_mask"] | None = None
-    """Weight the policy loss by rho = policy at the start of the step / policy that sampled:
-    truncate rho of a token to --rollout_correction_cap, drop tokens outside of [1 / cap, cap], or
-    use the response's and drop it above cap. Default: truncate where vLLM samples without
-    --async_steps, else none."""
-    rollout_correction_cap: Annotated[FiniteFloat, Field(ge=1)] = 2.0
-    """Largest rho of --rollout_correction; 2 for tokens, 3 for sequences are usual."""
-    kl_target: NonNegativeFloat = 0.0
-    """Mean KL per token to which beta is steered (Ziegler et al. 2019, adaptive), from --kl_coef
-    on; a resume goes on with the beta that it found. 0 keeps beta fixed."""
-    kl_horizon: PositiveInt = 10_000
-    """Responses over which --kl_target acts."""
     ref_model: str = ""
     """Reference for the KL penalty; default: --model as it was at the start."""
-    ref_refresh_every: NonNegativeInt = 0
-    """Steps between refreshes of the reference from the policy (TR-DPO, arXiv:2404.09656); 0 for
-    never."""
 
     def rules(self: Any) -> Iterator[tuple[object, str]]:
         """Yield the conditions that flags must meet, each with what to say otherwise."""

@@ -66,6 +66,7 @@ from plumbing.rollout.batch import Batch, Sampler, unscored
 from plumbing.run import evaluation, resume
 from plumbing.run.log import append, as_logged, read_args, replace_file
 from plumbing.run.ranks import Interrupt, report_errors
+from plumbing.run.setup import load_conversations
 
 PROMPTS_AT_ONCE = 256  # between two moves of the progress bar
 
@@ -228,7 +229,7 @@ def main(args: Args) -> None:
         folder.parent.mkdir(parents=True, exist_ok=True)
     n = args.samples if args.temperature else 1
     tokenizer, stop_ids = loading.load_tokenizer_and_stop_ids(args)
-    conversations = engines.load_conversations(args, tokenizer, stop_ids)
+    conversations = load_conversations(args, tokenizer, stop_ids)
     split, held_out = ("train", True) if args.eval_share else ("test", None)
     parts = mixture.load_prompts(
         "--dataset",

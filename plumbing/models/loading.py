@@ -601,28 +601,24 @@ def load_frozen(
     return sharding.shard(policy)
 
 
-def load_policy_and_reference(
+def load_reference(
     args: Any,
     make_policy: Callable,
+    policy: torch.nn.Module,
     checkpoint: str | None,
     precision: Precision,
-    sharding: "Sharding",
-):
-    """Load the policy, see `load_policy`, and the reference of the KL penalty.
+    sharding: Any,
+) -> tuple[Any, bool]:
+    """Return the frozen reference of the KL penalty, with LoRA the policy without its adapter, and
+    whether a checkpoint holds it, as it is, or was, refreshed.
 
-    Returns:
-        The policy; what trains it; the reference, frozen: None without --kl_coef, with LoRA the
-        policy without its adapter; and the models that a checkpoint holds, by folder: the policy
-        as "", and a reference that is, or was, refreshed.
+    Args:
+        make_policy, checkpoint: see `load_policy`.
     """
-    policy, wrapped = load_policy(args, make_policy, checkpoint, precision, sharding)
-    saved_models = {"": policy.model}
-    if not args.kl_coef:
-        return policy, wrapped, None, saved_models
     if args.lora_rank and not args.ref_model:
         from extras.lora import forward_without_lora
 
-        return policy, wrapped, functools.partial(forward_without_lora, policy), saved_models
+        return functools.partial(forward_without_lora, policy), False
     flag = "--ref_model" if args.ref_model else "--model"
     name = args.ref_model or args.model
     if args.ref_model:
@@ -637,6 +633,4 @@ def load_policy_and_reference(
         raise UserError(
             f"--ref_refresh_every: {flag} {name} has other layers or shapes than the policy"
         )
-    if args.ref_refresh_every or was_refreshed:
-        saved_models["reference"] = reference.model
-    return policy, wrapped, reference, saved_models
+    return reference, bool(args.ref_refresh_every or was_refreshed)

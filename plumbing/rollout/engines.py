@@ -13,12 +13,9 @@ from typing import TYPE_CHECKING, Any, Callable, Sequence
 
 import pebble
 import torch
-from transformers import PreTrainedTokenizerBase
 
-from plumbing.cli import ConversationArgs
 from plumbing.data.rows import Row
 from plumbing.models.loading import Precision, check_decodes
-from plumbing.models.speed import Decoding
 from plumbing.rollout.batch import Experience, Sampler
 from utils import Interrupted, UserError, World
 
@@ -64,32 +61,6 @@ def rollout_engine(
     return engine
 
 
-def load_sampler(
-    run: "Run", precision: Precision, outputs: tuple[str, ...], needed: bool = True, **parts: Any
-) -> Sampler:
-    """Return a Sampler with the engine of --rollout_backend and a process group of its own.
-
-    Args:
-        outputs: see `rollout_engine`.
-        needed: whether anything is sampled. parts: the other fields of `Sampler`.
-    """
-    args = run.args
-    world = run.world.rollout_world(args.vllm_tensor_parallel)
-    engine = None
-    if needed:
-        engine = rollout_engine(args, parts["model"], world, precision, outputs)
-    return Sampler(
-        args=args,
-        engine=engine,
-        world=world,
-        interrupted=lambda: run.interrupt.requested,
-        show_ended=run.show_ended,
-        autocast=precision.autocast,
-        decoding=Decoding(parts["model"], precision),
-        **parts,
-    )
-
-
 def backend_of(flag: str, args: Any) -> str:
     """Return what a flag says that samples, and for auto what it is here; raise a UserError if vLLM
     cannot.
@@ -112,23 +83,6 @@ def obstacle(args: Any) -> str:
     if args.temperature > 2:
         return f"--temperature {args.temperature}: vLLM requires at most 2"
     return ""
-
-
-def load_conversations(
-    args: ConversationArgs, tokenizer: PreTrainedTokenizerBase, stop_ids: list[int]
-):
-    """Return the Conversations of --tools and --environment or of an --agent, or None without
-    them.
-    """
-    if args.agent:
-        from extras.episodes.agents import Agents
-
-        return Agents(args, tokenizer, stop_ids)
-    if not (args.tools or args.environment):
-        return None
-    from extras.episodes.conversations import Conversations
-
-    return Conversations(args, tokenizer, stop_ids)
 
 
 class Rollouts:

@@ -55,6 +55,7 @@ class Run:
         models: dict,
         optimizers: dict[str, utils.Optimizer],
         engine: "VllmSampling | None" = None,
+        evaluate: Callable | None = None,
     ):
         """Load the checkpoint, if there is one, and open the logs.
 
@@ -63,7 +64,9 @@ class Run:
                 trains.
             optimizers: those of the models of the same names.
             engine: the rollout engine, whose failure ends the run.
+            evaluate: returns metrics and sample rows; None where there is nothing to evaluate on.
         """
+        self.evaluate = evaluate
         self.total_steps = total_steps
         self.tokenizer = tokenizer
         self.models = models
@@ -127,15 +130,11 @@ class Run:
                 "--resume: the rows to train on, or what encodes them, have changed: they may come in another order"
             )
 
-    def steps(self, evaluate: Callable | None) -> Iterator[int]:
+    def steps(self) -> Iterator[int]:
         """Yield the number of each step that is left, from 1 on.
 
         Between two steps: evaluate, save when it is due, log, and leave on a signal. An interrupted
         run continues here.
-
-        Args:
-            evaluate: returns metrics and sample rows; None for a run that has nothing to evaluate
-                on.
         """
         self.interrupt.can_save = True
         while True:
@@ -147,7 +146,7 @@ class Run:
             counters = {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
             self.state.update(whole=True, optimizers=counters)
             if not self.state["evaluated"]:
-                self._evaluate(step, evaluate)
+                self._evaluate(step)
                 if step and every and (last or step % every == 0):
                     self.save()
             self._log_row(step)
@@ -165,16 +164,16 @@ class Run:
         )
         self.log.close(f"model: {self.folder}/final")
 
-    def _evaluate(self, step: int, evaluate: Callable | None) -> None:
+    def _evaluate(self, step: int) -> None:
         results = {}
         held_out = []
         every = self.args.eval_every
         best = self.args.keep_best
         due = every and (step % every == 0 or step >= self.total_steps)
-        if evaluate and due:
+        if self.evaluate and due:
             self.phase("evaluation")
             try:
-                metrics, held_out = evaluate()
+                metrics, held_out = self.evaluate()
             except utils.Interrupted:
                 self.save_and_exit()
             results = as_logged(metrics)
