@@ -229,7 +229,12 @@ class Args(
 
 def variant_of(args: Args) -> Variant:
     """Return the settings of --loss, with those that flags override."""
-    flags = {name: getattr(args, name, None) for name in Variant._fields}
+    flags = {
+        "loss_aggregation": args.loss_aggregation,
+        "advantage_scale": args.advantage_scale,
+        "clip_low": args.clip_low,
+        "clip_high": args.clip_high,
+    }
     given = {name: value for name, value in flags.items() if value is not None}
     return VARIANTS[args.loss]._replace(**given)
 

@@ -20,7 +20,7 @@ import rloo
 import utils
 from grpo import (
     VARIANTS,
-    adapt_kl_coef,
+    AdaptiveKL,
     aggregate,
     entropy_from_logprobs,
     group_advantages,
@@ -238,7 +238,10 @@ def test_expectations_and_gradients_of_the_kl_estimators():
 
 def test_a_kl_that_is_not_finite_leaves_its_coefficient():
     """Of others tests/agreement has it."""
-    assert adapt_kl_coef(0.5, NAN, 0.1, 100, 1000) == adapt_kl_coef(0.5, INF, 0.1, 100, 1000) == 0.5
+    adaptive_kl = AdaptiveKL(grpo.Args(kl_coef=0.5, kl_target=0.1), {})
+    for kl in (NAN, INF):
+        adaptive_kl.update(kl, 100)
+    assert adaptive_kl.coef == 0.5
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-5)])

@@ -29,7 +29,7 @@ def test_torchrun_learns_of_an_exception_in_any_script(script, tmp_path, monkeyp
     module = __import__(script)
     file = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
-    with pytest.raises(AttributeError):
+    with pytest.raises(AttributeError), of_ranks.report_errors():
         module.main(None)  # has no flags
     message = json.loads(file.read_text())["message"]
     assert (
@@ -59,8 +59,7 @@ def test_errors_that_are_one_line(phase, monkeypatch, capsys):
     error, line = HANDLED[phase]
     monkeypatch.setattr(of_ranks, "phase", phase)
     monkeypatch.setattr(of_ranks.time, "sleep", lambda seconds: None)
-    main = of_ranks.record(mock.Mock(side_effect=error, __name__="main"))
-    assert helpers.refused(capsys, main, None).startswith(line)
+    assert helpers.refused(capsys, mock.Mock(side_effect=error)).startswith(line)
 
 
 DEADLY = """

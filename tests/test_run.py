@@ -420,9 +420,9 @@ def test_the_reference_is_refreshed_after_its_steps(base, tmp_path, monkeypatch,
     """
     module = __import__(script)
     seen = []
-    adapt = module.adapt_kl_coef
+    update = module.AdaptiveKL.update
     monkeypatch.setattr(
-        module, "adapt_kl_coef", lambda coef, kl, *rest: seen.append(kl) or adapt(coef, kl, *rest)
+        module.AdaptiveKL, "update", lambda self, kl, n: seen.append(kl) or update(self, kl, n)
     )
     values = variant(
         base,

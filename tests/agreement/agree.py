@@ -41,7 +41,7 @@ import rloo
 import utils
 from plumbing.models import loading
 from plumbing.rollout.batch import Batch, Experience, Sample
-from plumbing.run import evaluation
+from plumbing.run import evaluation, setup
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
 PROMPTS = 3
@@ -271,7 +271,11 @@ def kl_and_values(x: dict[str, Tensor]) -> dict[str, Tensor]:
         (gradient,) = torch.autograd.grad(value.sum(), leaf, retain_graph=True)
         quantities[f"KL: k3 by TRL's default, gradient{choice}"] = gradient * mask
     mean_kl = grpo.masked_mean(quantities["KL: k3"], mask, 1).mean().item()
-    beta = [grpo.adapt_kl_coef(BETA, kl, 0.5, len(mask), 1000) for kl in (mean_kl, 0.52, 0.01)]
+    flags = grpo.Args(kl_coef=BETA, kl_target=0.5, kl_horizon=1000)
+    controllers = [grpo.AdaptiveKL(flags, {}) for _ in range(3)]
+    for controller, kl in zip(controllers, (mean_kl, 0.52, 0.01)):
+        controller.update(kl, len(mask))
+    beta = [controller.coef for controller in controllers]
     quantities["KL controller"] = torch.tensor(beta, dtype=torch.float64)
     for clip in (0.2, 0.0):
         leaf = x["values"].clone().requires_grad_()
@@ -434,8 +438,8 @@ def gradient_of_parameters(
     replaced = contextlib.ExitStack()
     for owner, name, value in (
         (module, "collect", lambda *_, **options: experience),
-        (module, "Run", lambda *_: run),
-        (module, "RewardSources", mock.MagicMock()),
+        (setup, "Run", lambda *_: run),
+        (setup, "RewardSources", mock.MagicMock()),
         (module, "CHUNK_TOKENS", 11),
         (evaluation, "batch_metrics", lambda *_: {}),
         (utils.Optimizer, "step", update),
@@ -443,7 +447,7 @@ def gradient_of_parameters(
         (loading, "stop_token_ids", lambda *_: [1]),
         (loading, "check_can_read", lambda *_: None),
         (loading, "read_tokenizer", mock.MagicMock()),
-        (module, "load_train_and_eval", lambda *_: ([{"query": []}], [])),
+        (setup, "load_train_and_eval", lambda *_: ([{"query": []}], [])),
     ):
         replaced.enter_context(mock.patch.object(owner, name, value))
     with replaced, contextlib.redirect_stdout(io.StringIO()):
