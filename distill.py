@@ -50,6 +50,7 @@ from plumbing.cli import NonNegativeInt, PositiveFloat, PositiveInt, PositiveSha
 from plumbing.data.mixture import count_steps, take_prompts
 from plumbing.data.rows import Row
 from plumbing.models import loading
+from plumbing.models.forward import adjusted_logits, last_hidden_states
 from plumbing.models.sharding import model_device, set_gradient_sync
 from plumbing.rollout.batch import (
     Batch,
@@ -221,7 +222,7 @@ class LanguageModel(nn.Module):
         positions before.
         """
         rows, positions = response_mask.nonzero(as_tuple=True)  # (tokens,)
-        return loading.last_hidden_states(self.model, input_ids, (rows, positions - 1))
+        return last_hidden_states(self.model, input_ids, (rows, positions - 1))
 
     def logprobs(self, hidden: Tensor) -> Tensor:
         """Return the log-probabilities of all next tokens: (..., H) -> (..., V)."""
@@ -233,7 +234,7 @@ class LanguageModel(nn.Module):
         """
         logits = self.model.get_output_embeddings()(hidden)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return loading.adjusted_logits(logits, self.model.config.get_text_config())
+        return adjusted_logits(logits, self.model.config.get_text_config())
 
 
 class Policy(LanguageModel):

@@ -50,6 +50,7 @@ from plumbing.cli import Factor, NonNegativeFloat, NonNegativeInt, PositiveFloat
 from plumbing.data.mixture import take_prompts
 from plumbing.data.rows import Row
 from plumbing.models import loading
+from plumbing.models.forward import adjusted_logits, last_hidden_states, recomputed
 from plumbing.models.sharding import model_device, set_gradient_sync, sync_reference
 from plumbing.rewards.sources import reward_weights
 from plumbing.rollout.batch import (
@@ -592,12 +593,12 @@ class Policy(nn.Module):
         """
         rows, positions = response_mask.nonzero(as_tuple=True)  # (tokens,)
         predicted_at = (rows, positions - 1)
-        hidden = loading.last_hidden_states(self.model, input_ids, predicted_at)  # (tokens, H)
+        hidden = last_hidden_states(self.model, input_ids, predicted_at)  # (tokens, H)
         labels = input_ids[rows, positions]  # (tokens,)
         statistics = self.statistics
         # In the backward pass logits are computed anew, unless a single chunk holds them all.
         if self.recompute_logits and len(labels) > CHUNK_TOKENS:
-            statistics = functools.partial(loading.recomputed, statistics)
+            statistics = functools.partial(recomputed, statistics)
         parts = zip(hidden.split(CHUNK_TOKENS), labels.split(CHUNK_TOKENS))
         chunks = [statistics(*part, entropy, temperature or self.temperature) for part in parts]
         outputs = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
@@ -625,7 +626,7 @@ class Policy(nn.Module):
         """
         logits = self.model.get_output_embeddings()(hidden)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return loading.adjusted_logits(logits, self.model.config.get_text_config())
+        return adjusted_logits(logits, self.model.config.get_text_config())
 
 
 # --------------------------------------------------------------------------------------------------

@@ -58,7 +58,9 @@ from plumbing.cli import Decay, NonNegativeFloat, NonNegativeInt, PositiveInt
 from plumbing.data import mixture
 from plumbing.data.rows import split_of
 from plumbing.models import loading
+from plumbing.models.forward import check_decodes
 from plumbing.models.speed import Decoding
+from plumbing.models.tokenizer import load_tokenizer_and_stop_ids
 from plumbing.rewards.answers import marked_number, stated_text
 from plumbing.rewards.sources import RewardSources, check_reference, final_turn
 from plumbing.rollout import engines
@@ -228,7 +230,7 @@ def main(args: Args) -> None:
     with utils.as_user_error(f"--output_dir {args.output_dir}"):  # now, as the samples take hours
         folder.parent.mkdir(parents=True, exist_ok=True)
     n = args.samples if args.temperature else 1
-    tokenizer, stop_ids = loading.load_tokenizer_and_stop_ids(args)
+    tokenizer, stop_ids = load_tokenizer_and_stop_ids(args)
     conversations = load_conversations(args, tokenizer, stop_ids)
     split, held_out = ("train", True) if args.eval_share else ("test", None)
     parts = mixture.load_prompts(
@@ -257,7 +259,7 @@ def main(args: Args) -> None:
         model = loading.load_model(
             "--model", args.model, precision.param_dtype, world.device
         ).requires_grad_(False)
-        loading.check_decodes(f"--model {args.model}", model, "--backend vllm")
+        check_decodes(f"--model {args.model}", model, "--backend vllm")
         decoding = Decoding(model, precision)
     reward_sources.load_models(args, precision)
     interrupt = Interrupt(world)

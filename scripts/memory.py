@@ -39,7 +39,8 @@ import utils
 from extras.vllm import engine as vllm_engine
 from plumbing import cli
 from plumbing.models import loading, sharding
-from plumbing.models.weights import base_weights, merged
+from plumbing.models import tokenizer as tokenizers
+from plumbing.models.sharding import base_weights, merged
 from plumbing.rewards.sources import kind_of
 from plumbing.rollout import engines
 from plumbing.run import evaluation, ranks, run
@@ -177,8 +178,8 @@ def replace_machine(gpus, gpu_bytes):
     torch.distributed.new_group = lambda *ranks, backend="fake", **options: new_group(
         *ranks, **options
     )
-    tokenizer = loading.read_tokenizer("", f"{utils.ROOT}/assets/tiny")  # a token per byte
-    loading.read_tokenizer = lambda *_: tokenizer
+    tokenizer = tokenizers.read_tokenizer("", f"{utils.ROOT}/assets/tiny")  # a token per byte
+    tokenizers.read_tokenizer = lambda *_: tokenizer
     AutoConfig.from_pretrained = fake_config
     PreTrainedModel.from_pretrained = classmethod(fake_weights)
     torch.nn.Module.to = lambda module, *_, **options: module

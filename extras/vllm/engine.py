@@ -12,8 +12,8 @@ from typing import Any, Callable, Coroutine, Iterable
 import torch
 from transformers import PreTrainedModel
 
-from plumbing.models import loading
-from plumbing.models.weights import base_weights, merged
+from plumbing.models.config import positions_of
+from plumbing.models.sharding import base_weights, merged
 from plumbing.tasks import run_all
 from utils import UserError, World, first_line
 
@@ -277,7 +277,7 @@ class Engine(VllmSampling):
                     generation_config="vllm",
                     max_model_len=min(
                         args.max_prompt_length + args.max_response_length,
-                        loading.positions_of(args.model),
+                        positions_of(args.model),
                     ),
                     seed=args.seed,
                     max_num_seqs=args.generation_batch_size,

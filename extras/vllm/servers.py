@@ -24,7 +24,7 @@ from extras.vllm.engine import (
     sent_weights,
 )
 from plumbing.cli import RolloutArgs
-from plumbing.models.weights import merged
+from plumbing.models.sharding import merged
 from utils import UserError, World, first_line
 
 SERVER_START = 600.0  # seconds in which a server has to answer when a run starts

@@ -15,7 +15,8 @@ import pebble
 import torch
 
 from plumbing.data.rows import Row
-from plumbing.models.loading import Precision, check_decodes
+from plumbing.models.forward import check_decodes
+from plumbing.models.loading import Precision
 from plumbing.rollout.batch import Experience, Sampler
 from utils import Interrupted, UserError, World
 

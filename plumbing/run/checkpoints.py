@@ -17,8 +17,10 @@ from torch.distributed.checkpoint.state_dict import (
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, VIDEO_PROCESSOR_NAME
 
-from plumbing.models.loading import base_of, check_can_read, find_file, load_model
-from plumbing.models.weights import base_weights
+from plumbing.models.config import base_of, find_file
+from plumbing.models.loading import load_model
+from plumbing.models.sharding import base_weights
+from plumbing.models.tokenizer import check_can_read
 from utils import Optimizer, World, as_user_error, first_line, full_tensor, say
 
 # dcp's, where `no_dist` asks for just that.

@@ -39,7 +39,7 @@ import grpo
 import ppo
 import rloo
 import utils
-from plumbing.models import loading
+from plumbing.models import tokenizer
 from plumbing.rollout.batch import Batch, Experience, Sample
 from plumbing.run import evaluation
 
@@ -439,10 +439,10 @@ def gradient_of_parameters(
         (module, "CHUNK_TOKENS", 11),
         (evaluation, "batch_metrics", lambda *_: {}),
         (utils.Optimizer, "step", update),
-        (loading, "load_tokenizer", mock.MagicMock()),
-        (loading, "stop_token_ids", lambda *_: [1]),
-        (loading, "check_can_read", lambda *_: None),
-        (loading, "read_tokenizer", mock.MagicMock()),
+        (tokenizer, "load_tokenizer", mock.MagicMock()),
+        (tokenizer, "stop_token_ids", lambda *_: [1]),
+        (tokenizer, "read_tokenizer", mock.MagicMock()),
+        (tokenizer, "vocabulary_difference", lambda *_: ""),
         (module, "load_train_and_eval", lambda *_: ([{"query": []}], [])),
     ):
         replaced.enter_context(mock.patch.object(owner, name, value))
