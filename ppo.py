@@ -69,7 +69,7 @@ from plumbing.rollout.batch import (
     select_groups,
 )
 from plumbing.rollout.kv_cache import expand_cache
-from plumbing.run import evaluation
+from plumbing.run.metrics import add_rollout, batch_metrics, mismatch_metrics, sample_rows
 from plumbing.run.ranks import report_errors
 from plumbing.run.setup import set_up
 
@@ -1055,7 +1055,7 @@ def main(args: Args) -> None:
         if args.pf_ppo != "none":  # logs each response once, however often it was drawn
             local = world.shard(trained)  # of this rank
             mine = {name: x[local] for name, x in batch.tokens.items()}
-            evaluation.add_rollout(sums, mine, mine["start_logprobs"], estimate_kl)
+            add_rollout(sums, mine, mine["start_logprobs"], estimate_kl)
         updates = []  # of the policy: none while the critic warms up
         if step > args.critic_warmup_steps:
             updates = utils.mini_batches(
@@ -1108,7 +1108,7 @@ def main(args: Args) -> None:
                 if epoch == 0 and args.pf_ppo == "none":
                     # Whether `start_logprobs` are of weights that this step has changed already.
                     updated = number > 0 and not needs_start_logprobs
-                    evaluation.add_rollout(sums, micro, start_logprobs, estimate_kl, updated)
+                    add_rollout(sums, micro, start_logprobs, estimate_kl, updated)
             optimizer.step()
 
         # ---- 5. sync: the engine, the reference ----
@@ -1123,8 +1123,8 @@ def main(args: Args) -> None:
             "epoch": experience.state["position"] / len(parts.prompts),
             "objective/kl_coef": kl_coef,
             **policy_metrics(total, experience.sampled.scores, kl_coef),
-            **evaluation.batch_metrics(experience.sampled, sampler.reward_sources),
-            **evaluation.mismatch_metrics(total, step, batch),
+            **batch_metrics(experience.sampled, sampler.reward_sources),
+            **mismatch_metrics(total, step, batch),
             "loss/value_avg": total["value_loss"],
             "val/clipfrac_avg": total["value_clipped"] / total["value_tokens"],
             "val/explained_variance": explained_variance(old_values, returns, scored),
@@ -1137,7 +1137,7 @@ def main(args: Args) -> None:
         }
         if updates:  # of means over tokens, where objective/kl has sums
             adaptive_kl.update(total["mean_kl"] / total["responses"], len(trained))
-        samples = evaluation.sample_rows(batch, args.log_samples)
+        samples = sample_rows(batch, args.log_samples)
         run.finish_step(
             metrics,
             samples,

@@ -69,7 +69,7 @@ from plumbing.rollout.batch import (
     unscored,
 )
 from plumbing.rollout.kv_cache import expand_cache
-from plumbing.run import evaluation
+from plumbing.run.metrics import add_rollout, batch_metrics, mismatch_metrics, sample_rows
 from plumbing.run.ranks import report_errors
 from plumbing.run.setup import set_up
 
@@ -881,7 +881,7 @@ def main(args: Args) -> None:
                 if epoch == 0:  # each response once: surprisal, KL, and trainer against sampler
                     # Whether `start_logprobs` are of weights that this step has changed already.
                     updated = number > 0 and not needs_start_logprobs
-                    evaluation.add_rollout(sums, micro, start_logprobs, estimate_kl, updated)
+                    add_rollout(sums, micro, start_logprobs, estimate_kl, updated)
             optimizer.step()
 
         # ---- 5. sync: the engine, the reference ----
@@ -896,15 +896,15 @@ def main(args: Args) -> None:
             "epoch": experience.state["position"] / len(parts.prompts),
             "objective/kl_coef": kl_coef,
             **policy_metrics(total, experience.sampled.scores, kl_coef),
-            **evaluation.batch_metrics(experience.sampled, sampler.reward_sources),
-            **evaluation.mismatch_metrics(total, step, batch),
+            **batch_metrics(experience.sampled, sampler.reward_sources),
+            **mismatch_metrics(total, step, batch),
             **experience.metrics,
             **optimizer.metrics(),
             **sampler.metrics(),
         }
         # Of means over tokens, where objective/kl has sums.
         adaptive_kl.update(total["mean_kl"] / total["responses"], len(trained))
-        samples = evaluation.sample_rows(batch, args.log_samples)
+        samples = sample_rows(batch, args.log_samples)
         run.finish_step(
             metrics,
             samples,

@@ -43,7 +43,7 @@ from plumbing.models import tokenizer as tokenizers
 from plumbing.models.sharding import base_weights, merged
 from plumbing.rewards.sources import kind_of
 from plumbing.rollout import engines
-from plumbing.run import evaluation, ranks, run
+from plumbing.run import metrics, ranks, run
 from plumbing.run.ranks import report_errors
 
 BYTES_OF_A_GB = 1.06e9  # in a GPU's name: an H100 of 80 GB has 84.9e9
@@ -82,8 +82,8 @@ class Memory(torch.utils._python_dispatch.TorchDispatchMode):
         if size:
             self.storages[key] = maker, size
         self.live[maker] += size - before
-        if self.live.total() > self.peaks[ranks.phase].total():
-            self.peaks[ranks.phase] = self.live.copy()
+        if self.live.total() > self.peaks[ranks.status.phase].total():
+            self.peaks[ranks.status.phase] = self.live.copy()
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         if utils.DTensor in types:
@@ -188,7 +188,7 @@ def replace_machine(gpus, gpu_bytes):
     Engine.gpu_bytes = gpu_bytes
     sharding.say = functools.partial(print, file=sys.stdout)  # what --shard auto chooses is shown
     torch.distributed.broadcast_object_list = sharding.Sharding._load_shards = lambda *_: None
-    loading.check_head = evaluation.warn = run.Run.finish = lambda *_: None
+    loading.check_head = metrics.warn = run.Run.finish = lambda *_: None
     engines.rollout_engine = Engine
 
 

@@ -121,9 +121,9 @@ for checkpointing in (False, True):
     with memory.memory:
         model, update = model_and_update(checkpointing)
         update()
-        ranks.phase = str(checkpointing)
+        ranks.status.phase = str(checkpointing)
         update()
-    counted = memory.memory.peaks[ranks.phase].total()
+    counted = memory.memory.peaks[ranks.status.phase].total()
     model, update = model_and_update(checkpointing)  # of real numbers
     state = 12 * sum(parameter.numel() for parameter in model.parameters())  # weights and Adam's moments
     print(counted / (peak_bytes(update) + state))
