@@ -26,7 +26,7 @@ from extras.episodes.conversations import (
     Conversation,
     Conversations,
 )
-from extras.vllm.engine import VllmSampling
+from extras.vllm.sampling import VllmSampling
 from plumbing.models.loading import load_model, precision
 from plumbing.models.speed import Decoding
 from plumbing.rewards.sources import EpisodeSource, RewardSources

@@ -17,7 +17,7 @@ from plumbing.run.log import RunLog, as_logged, check_track
 if TYPE_CHECKING:  # imported where a flag or a function asks for it
     from datasets import Dataset
 
-    from extras.vllm.engine import VllmSampling
+    from extras.vllm.sampling import VllmSampling
 
 
 class Run:
