@@ -50,6 +50,7 @@ from plumbing.cli import NonNegativeInt, PositiveFloat, PositiveInt, PositiveSha
 from plumbing.data.mixture import count_steps, take_prompts
 from plumbing.data.rows import Row
 from plumbing.models import loading
+from plumbing.models.forward import adjusted_logits, last_hidden_states
 from plumbing.models.sharding import model_device, set_gradient_sync
 from plumbing.rollout.batch import (
     Batch,
@@ -62,7 +63,7 @@ from plumbing.rollout.batch import (
     logits_processors,
 )
 from plumbing.rollout.kv_cache import expand_cache
-from plumbing.run import evaluation
+from plumbing.run.metrics import add_rollout, batch_metrics, mismatch_metrics, sample_rows
 from plumbing.run.ranks import report_errors
 from plumbing.run.setup import set_up
 
@@ -221,7 +222,7 @@ class LanguageModel(nn.Module):
         positions before.
         """
         rows, positions = response_mask.nonzero(as_tuple=True)  # (tokens,)
-        return loading.last_hidden_states(self.model, input_ids, (rows, positions - 1))
+        return last_hidden_states(self.model, input_ids, (rows, positions - 1))
 
     def logprobs(self, hidden: Tensor) -> Tensor:
         """Return the log-probabilities of all next tokens: (..., H) -> (..., V)."""
@@ -233,7 +234,7 @@ class LanguageModel(nn.Module):
         """
         logits = self.model.get_output_embeddings()(hidden)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return loading.adjusted_logits(logits, self.model.config.get_text_config())
+        return adjusted_logits(logits, self.model.config.get_text_config())
 
 
 class Policy(LanguageModel):
@@ -475,7 +476,7 @@ def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) ->
             Sample(row, row["response"], outputs, stopped=True, text=text, scores=scores)
         )
     batch = Batch.from_samples(samples, model_device(sampler.model))
-    metrics = evaluation.batch_metrics(batch, reward_sources)
+    metrics = batch_metrics(batch, reward_sources)
     # No source scores what is learned.
     metrics = {name: x for name, x in metrics.items() if not math.isnan(x)}
     metrics["val/on_policy_share"] = len(asked) / len(rows)
@@ -548,7 +549,7 @@ def main(args: Args) -> None:
                 if number == 0:  # with the weights that sampled
                     # NaN where the response is the data set's: no policy has sampled it.
                     micro["response_mask"] = m & micro["rollout_logprobs"].isfinite()
-                    evaluation.add_rollout(sums, micro, out["logprobs"])
+                    add_rollout(sums, micro, out["logprobs"])
             optimizer.step()
 
         # ---- 3. sync: the engine ----
@@ -571,8 +572,8 @@ def main(args: Args) -> None:
             metrics["teacher/entropy_avg"] = total["teacher_entropies"] / total["tokens"]
             metrics["teacher/same_top_token"] = total["same_top"] / total["tokens"]
         if total["compared"] > 0:  # not where the first mini-batch is the data set's
-            metrics |= evaluation.mismatch_metrics(total, step, batch)
-        samples = evaluation.sample_rows(batch, args.log_samples)
+            metrics |= mismatch_metrics(total, step, batch)
+        samples = sample_rows(batch, args.log_samples)
         run.finish_step(
             metrics,
             samples,

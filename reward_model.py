@@ -51,6 +51,7 @@ from plumbing.data.mixture import SHORT, count_steps, stream, take_prompts, with
 from plumbing.data.rows import first_rows, read_rows, split_of
 from plumbing.models import loading
 from plumbing.models.sharding import Sharding, set_gradient_sync
+from plumbing.models.tokenizer import load_tokenizer_and_stop_ids
 from plumbing.run.ranks import Interrupt, report_errors
 from plumbing.run.run import Run
 
@@ -377,7 +378,7 @@ def main(args: Args) -> None:
     # ---- setting up ----
     world = utils.setup_processes()
     run = Run(args, __file__, world)
-    tokenizer, stop_ids = loading.load_tokenizer_and_stop_ids(args)
+    tokenizer, stop_ids = load_tokenizer_and_stop_ids(args)
     pairs, eval_pairs = load_train_and_eval_pairs(args, tokenizer, stop_ids)
     total_steps = count_steps(args.passes, pairs, args.batch_size)
     precision = loading.precision(args.precision, world.device)

@@ -50,7 +50,7 @@ from plumbing import cli
 from plumbing.cli import Factor, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share
 from plumbing.data.mixture import take_prompts
 from plumbing.data.rows import Row
-from plumbing.models import loading
+from plumbing.models.forward import adjusted_logits, last_hidden_states, recomputed
 from plumbing.models.sharding import model_device, set_gradient_sync, sync_reference
 from plumbing.rewards.sources import reward_weights
 from plumbing.rollout.batch import (
@@ -69,7 +69,7 @@ from plumbing.rollout.batch import (
     unscored,
 )
 from plumbing.rollout.kv_cache import expand_cache
-from plumbing.run import evaluation
+from plumbing.run.metrics import add_rollout, batch_metrics, mismatch_metrics, sample_rows
 from plumbing.run.ranks import report_errors
 from plumbing.run.setup import set_up
 
@@ -477,12 +477,12 @@ class Policy(nn.Module):
         """
         rows, positions = response_mask.nonzero(as_tuple=True)  # (tokens,)
         predicted_at = (rows, positions - 1)
-        hidden = loading.last_hidden_states(self.model, input_ids, predicted_at)  # (tokens, H)
+        hidden = last_hidden_states(self.model, input_ids, predicted_at)  # (tokens, H)
         labels = input_ids[rows, positions]  # (tokens,)
         statistics = self.statistics
         # In the backward pass logits are computed anew, unless a single chunk holds them all.
         if self.recompute_logits and len(labels) > CHUNK_TOKENS:
-            statistics = functools.partial(loading.recomputed, statistics)
+            statistics = functools.partial(recomputed, statistics)
         parts = zip(hidden.split(CHUNK_TOKENS), labels.split(CHUNK_TOKENS))
         chunks = [statistics(*part, entropy) for part in parts]
         outputs = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
@@ -508,7 +508,7 @@ class Policy(nn.Module):
         """
         logits = self.model.get_output_embeddings()(hidden)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return loading.adjusted_logits(logits, self.model.config.get_text_config())
+        return adjusted_logits(logits, self.model.config.get_text_config())
 
 
 # --------------------------------------------------------------------------------------------------
@@ -881,7 +881,7 @@ def main(args: Args) -> None:
                 if epoch == 0:  # each response once: surprisal, KL, and trainer against sampler
                     # Whether `start_logprobs` are of weights that this step has changed already.
                     updated = number > 0 and not needs_start_logprobs
-                    evaluation.add_rollout(sums, micro, start_logprobs, estimate_kl, updated)
+                    add_rollout(sums, micro, start_logprobs, estimate_kl, updated)
             optimizer.step()
 
         # ---- 5. sync: the engine, the reference ----
@@ -896,15 +896,15 @@ def main(args: Args) -> None:
             "epoch": experience.state["position"] / len(parts.prompts),
             "objective/kl_coef": kl_coef,
             **policy_metrics(total, experience.sampled.scores, kl_coef),
-            **evaluation.batch_metrics(experience.sampled, sampler.reward_sources),
-            **evaluation.mismatch_metrics(total, step, batch),
+            **batch_metrics(experience.sampled, sampler.reward_sources),
+            **mismatch_metrics(total, step, batch),
             **experience.metrics,
             **optimizer.metrics(),
             **sampler.metrics(),
         }
         # Of means over tokens, where objective/kl has sums.
         adaptive_kl.update(total["mean_kl"] / total["responses"], len(trained))
-        samples = evaluation.sample_rows(batch, args.log_samples)
+        samples = sample_rows(batch, args.log_samples)
         run.finish_step(
             metrics,
             samples,

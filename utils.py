@@ -228,9 +228,9 @@ def as_user_error(flag: str):
 
 
 @functools.cache
-def find_hub() -> None:
-    """Let the hub's library read its cache alone if the hub does not answer: it would try for a
-    minute, and again.
+def go_offline_if_unreachable() -> None:
+    """Make the hub's library read only its cache if the hub does not answer. Otherwise each call
+    would try to reach it for a minute.
     """
     try:
         get_session().head(constants.ENDPOINT, timeout=10)

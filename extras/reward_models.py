@@ -18,8 +18,15 @@ from plumbing.data.prompts import (
     render_response,
 )
 from plumbing.models import loading
+from plumbing.models.config import scalar_config
 from plumbing.models.loading import Precision
 from plumbing.models.sharding import Sharding
+from plumbing.models.tokenizer import (
+    end_of_turn,
+    read_tokenizer,
+    stop_token_ids,
+    vocabulary_difference,
+)
 from utils import UserError, World, first_line, micro_batches, warn
 
 
@@ -44,21 +51,21 @@ class ModelSource:
         `tokenizer` writes; None is for a server, which does not know the policy.
         """
         self.name = name
-        self.tokenizer = loading.read_tokenizer("--reward", name)
-        config, trained = loading.scalar_config("--reward", name)
+        self.tokenizer = read_tokenizer("--reward", name)
+        config, trained = scalar_config("--reward", name)
         if not trained:
             raise UserError(
                 f"--reward {name}: is not a reward model, as it has no head for a score (see reward_model.py)"
             )
         limit = getattr(config.get_text_config(), "max_position_embeddings", None)
         self.positions = limit or math.inf
-        self.stop_ids = loading.stop_token_ids(self.tokenizer, name, "eos")
+        self.stop_ids = stop_token_ids(self.tokenizer, name, "eos")
         # A model of reward_model.py is read at its stop token, another one behind all that its
         # template writes.
         self.ends_with_stop = hasattr(config, "score_token")
         self.policy = tokenizer
         self.unknown: set[int] = set()
-        difference = tokenizer and loading.vocabulary_difference(tokenizer, self.tokenizer)
+        difference = tokenizer and vocabulary_difference(tokenizer, self.tokenizer)
         self.reads_text = difference != ""
         if not self.reads_text:
             # The policy's pad token, if it alone has one.
@@ -151,7 +158,7 @@ class ModelSource:
             if part := hidden(messages, shown):
                 raise ValueError(f"its chat template does not show {part}")
             if self.ends_with_stop:
-                shown = shown.removesuffix(loading.end_of_turn(self.tokenizer))
+                shown = shown.removesuffix(end_of_turn(self.tokenizer))
             texts = [Text("the prompt", shown, is_learned=self.ends_with_stop)]
         elif has_template and self.policy:
             raise ValueError(

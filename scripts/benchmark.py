@@ -44,7 +44,7 @@ import utils
 from assets import tasks
 from extras.episodes.conversations import ToolProcess, ToolProcesses
 from plumbing.data.mixture import load_train_and_eval
-from plumbing.models.loading import load_tokenizer
+from plumbing.models.tokenizer import load_tokenizer
 from plumbing.rewards.sources import RewardSources, Scoring, check_reference
 from plumbing.rewards.verifiers import gsm8k
 from plumbing.rollout.batch import Batch, Sample

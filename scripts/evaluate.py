@@ -21,7 +21,7 @@ prompts, and "se" its standard error, the standard deviation over prompts / sqrt
 interval of a share that P trials have (`wilson_interval`), which holds for few prompts and at 0 and
 1, too, and is wide for n > 1:
 1. avg@n: the share of the n responses that are correct, by the rule of training
-   (`evaluation.correct_responses`): the first source of --reward that is not a model gave 1 or
+   (`correct_responses`): the first source of --reward that is not a model gave 1 or
    more, and the response stopped by itself. Responses without a score are left out, and counted.
 2. pass@k, for k = 1, 2, 4, ...: the probability that k of the n responses, drawn without
    replacement, include a correct one (arXiv:2107.03374, eq. 1). Prompts with fewer than k scores
@@ -58,13 +58,17 @@ from plumbing.cli import Decay, NonNegativeFloat, NonNegativeInt, PositiveInt
 from plumbing.data import mixture
 from plumbing.data.rows import split_of
 from plumbing.models import loading
+from plumbing.models.forward import check_decodes
 from plumbing.models.speed import Decoding
+from plumbing.models.tokenizer import load_tokenizer_and_stop_ids
 from plumbing.rewards.answers import marked_number, stated_text
 from plumbing.rewards.sources import RewardSources, check_reference, final_turn
 from plumbing.rollout import engines
 from plumbing.rollout.batch import Batch, Sampler, unscored
-from plumbing.run import evaluation, resume
+from plumbing.run import evaluation
+from plumbing.run.folder import git_commit, run_of, versions
 from plumbing.run.log import append, as_logged, read_args, replace_file
+from plumbing.run.metrics import conversation_metrics, correct_responses, sample_rows
 from plumbing.run.ranks import Interrupt, report_errors
 from plumbing.run.setup import load_conversations
 
@@ -116,7 +120,7 @@ class Args(
         """Return the flags FROM_RUN of the run that saved a model, and print them; {} if there is
         no such run.
         """
-        run = resume.run_of(model)
+        run = run_of(model)
         if run is None:
             return {}
         with utils.as_user_error(f"--model {model}"):
@@ -154,13 +158,13 @@ def voted_answer(response: str) -> str | None:
 
 def sample_table(batch: Batch, reward_sources: RewardSources, n: int) -> pandas.DataFrame:
     """Return a row for each of the n responses to each prompt."""
-    table = pandas.DataFrame(evaluation.sample_rows(batch, len(batch.samples)))
+    table = pandas.DataFrame(sample_rows(batch, len(batch.samples)))
     return table.assign(
         index=table.index // n,
         dataset=[sample.row["dataset"] for sample in batch.samples],
         tokens=batch.response_mask.sum(1).tolist(),
         stopped=batch.stopped.tolist(),
-        correct=evaluation.correct_responses(batch, reward_sources).tolist(),
+        correct=correct_responses(batch, reward_sources).tolist(),
         extracted=[
             voted_answer(text) if stopped else None
             for text, stopped in zip(map(final_turn, batch.samples), batch.stopped)
@@ -218,7 +222,7 @@ def measure(table: pandas.DataFrame, n: int, columns: list[str]) -> dict[str, di
 def main(args: Args) -> None:
     # ---- setting up: data, rewards, model ----
     world = utils.setup_processes()
-    run = resume.run_of(args.model)
+    run = run_of(args.model)
     owner = [run.name] if run else Path(args.model).parts[-2:-1]  # final/ is one of many
     model = "-".join([*owner, Path(args.model).name])
     name = args.run_name or f"evaluate__{model}__{Path(args.dataset).name}__{args.seed}"
@@ -228,7 +232,7 @@ def main(args: Args) -> None:
     with utils.as_user_error(f"--output_dir {args.output_dir}"):  # now, as the samples take hours
         folder.parent.mkdir(parents=True, exist_ok=True)
     n = args.samples if args.temperature else 1
-    tokenizer, stop_ids = loading.load_tokenizer_and_stop_ids(args)
+    tokenizer, stop_ids = load_tokenizer_and_stop_ids(args)
     conversations = load_conversations(args, tokenizer, stop_ids)
     split, held_out = ("train", True) if args.eval_share else ("test", None)
     parts = mixture.load_prompts(
@@ -257,7 +261,7 @@ def main(args: Args) -> None:
         model = loading.load_model(
             "--model", args.model, precision.param_dtype, world.device
         ).requires_grad_(False)
-        loading.check_decodes(f"--model {args.model}", model, "--backend vllm")
+        check_decodes(f"--model {args.model}", model, "--backend vllm")
         decoding = Decoding(model, precision)
     reward_sources.load_models(args, precision)
     interrupt = Interrupt(world)
@@ -307,10 +311,10 @@ def main(args: Args) -> None:
             name: measure(rows, n, columns) for name, rows in by_dataset if len(by_dataset) > 1
         },
         "missing_scores": missing,
-        "conversations": evaluation.conversation_metrics(batch),
+        "conversations": conversation_metrics(batch),
         "args": asdict(args),
-        "versions": resume.versions(),
-        "git_commit": resume.git_commit(),
+        "versions": versions(),
+        "git_commit": git_commit(),
     }
     if world.main:
         folder.mkdir()

@@ -36,13 +36,14 @@ from pydantic.dataclasses import dataclass
 from transformers import AutoConfig, PreTrainedModel
 
 import utils
-from extras.vllm import engine as vllm_engine
+from extras.vllm.sampling import VllmSampling
 from plumbing import cli
 from plumbing.models import loading, sharding
-from plumbing.models.weights import base_weights, merged
+from plumbing.models import tokenizer as tokenizers
+from plumbing.models.sharding import base_weights, merged
 from plumbing.rewards.sources import kind_of
 from plumbing.rollout import engines
-from plumbing.run import evaluation, ranks, run
+from plumbing.run import metrics, ranks, run
 from plumbing.run.ranks import report_errors
 
 BYTES_OF_A_GB = 1.06e9  # in a GPU's name: an H100 of 80 GB has 84.9e9
@@ -81,8 +82,8 @@ class Memory(torch.utils._python_dispatch.TorchDispatchMode):
         if size:
             self.storages[key] = maker, size
         self.live[maker] += size - before
-        if self.live.total() > self.peaks[ranks.phase].total():
-            self.peaks[ranks.phase] = self.live.copy()
+        if self.live.total() > self.peaks[ranks.status.phase].total():
+            self.peaks[ranks.status.phase] = self.live.copy()
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         if utils.DTensor in types:
@@ -110,7 +111,7 @@ class Memory(torch.utils._python_dispatch.TorchDispatchMode):
         return outputs
 
 
-class Engine(vllm_engine.VllmSampling):
+class Engine(VllmSampling):
     """Stands for vLLM: responses of the greatest length, and the bytes of its weights and its
     cache.
     """
@@ -177,8 +178,8 @@ def replace_machine(gpus, gpu_bytes):
     torch.distributed.new_group = lambda *ranks, backend="fake", **options: new_group(
         *ranks, **options
     )
-    tokenizer = loading.read_tokenizer("", f"{utils.ROOT}/assets/tiny")  # a token per byte
-    loading.read_tokenizer = lambda *_: tokenizer
+    tokenizer = tokenizers.read_tokenizer("", f"{utils.ROOT}/assets/tiny")  # a token per byte
+    tokenizers.read_tokenizer = lambda *_: tokenizer
     AutoConfig.from_pretrained = fake_config
     PreTrainedModel.from_pretrained = classmethod(fake_weights)
     torch.nn.Module.to = lambda module, *_, **options: module
@@ -187,7 +188,7 @@ def replace_machine(gpus, gpu_bytes):
     Engine.gpu_bytes = gpu_bytes
     sharding.say = functools.partial(print, file=sys.stdout)  # what --shard auto chooses is shown
     torch.distributed.broadcast_object_list = sharding.Sharding._load_shards = lambda *_: None
-    loading.check_head = evaluation.warn = run.Run.finish = lambda *_: None
+    loading.check_head = metrics.warn = run.Run.finish = lambda *_: None
     engines.rollout_engine = Engine
 
 

@@ -8,7 +8,8 @@ import repository  # noqa: F401
 import tyro
 
 import utils
-from plumbing.run.log import plot_curves, read_log
+from plumbing.run.curves import plot_curves
+from plumbing.run.log import read_log
 from plumbing.run.ranks import report_errors
 
 

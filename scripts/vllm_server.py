@@ -25,7 +25,7 @@ from pydantic.dataclasses import dataclass
 from server_key import require_key
 
 import utils
-from extras.vllm import engine as vllm_engine
+from extras.vllm.sampling import WATCH
 from plumbing import cli
 from plumbing.cli import NonNegativeFloat, Port
 from plumbing.run.ranks import report_errors
@@ -66,7 +66,7 @@ def main(args: Args, others: list[str]) -> None:
         "logprobs-mode": "processed_logprobs",  # after the temperature
         "weight-transfer-config": '{"backend": "nccl"}',
         "middleware": "server_key.CheckKey",
-        "worker-extension-cls": vllm_engine.WATCH,
+        "worker-extension-cls": WATCH,
         "uvicorn-log-level": "warning",  # no line for each request
         "max-model-len": args.max_length,
         "kv-cache-memory-bytes": int(args.kv_cache_gb * 1e9),
@@ -78,7 +78,7 @@ def main(args: Args, others: list[str]) -> None:
         "--enable-scale-out",
         "--language-model-only",
     ]
-    # For vllm_engine.WATCH and the middleware.
+    # For WATCH and the middleware.
     path = os.pathsep.join([utils.ROOT, f"{utils.ROOT}/scripts", os.environ.get("PYTHONPATH", "")])
     switches = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": path}
     # Signals and the exit code are vLLM's from here on.

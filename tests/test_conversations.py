@@ -26,12 +26,12 @@ from extras.episodes.conversations import (
     Conversation,
     Conversations,
 )
-from extras.vllm.engine import VllmSampling
+from extras.vllm.sampling import VllmSampling
 from plumbing.models.loading import load_model, precision
 from plumbing.models.speed import Decoding
 from plumbing.rewards.sources import EpisodeSource, RewardSources
 from plumbing.rollout.batch import Sampler, forward_batch
-from plumbing.run import evaluation
+from plumbing.run.metrics import conversation_metrics
 
 WORLD = utils.World(0, 1, CPU)
 never = lambda: False
@@ -323,7 +323,7 @@ def test_logprobs_and_loss_by_hand(batch):
         -advantages * logprobs, mask, "token", mask.sum().item(), len(batch.samples), 60
     )
     assert mine.item() == pytest.approx(loss / count, abs=1e-12)
-    metrics = evaluation.conversation_metrics(batch)
+    metrics = conversation_metrics(batch)
     assert metrics["conversation/turns"] == 3 and metrics["stop_reason/done"] == 1
 
 

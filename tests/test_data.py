@@ -39,7 +39,7 @@ from assets.tasks import BUILT_IN
 from plumbing.data import cache, prompts
 from plumbing.data import mixture as data
 from plumbing.data.rows import VERSION, first_rows, read_rows
-from plumbing.models import loading as models
+from plumbing.models.tokenizer import load_tokenizer
 from plumbing.rewards.sources import check_reference
 from plumbing.run.ranks import Interrupt, report_errors
 from utils import UserError, World
@@ -330,9 +330,7 @@ def test_content_that_is_not_text_is_named_with_its_row(content, tokenizers, tmp
 
 def test_a_template_from_a_file_and_none(tokenizers, tmp_path, capsys):
     (tmp_path / "chat.jinja").write_text("<eos>{{ messages[-1]['content'] }}<pad>")
-    tokenizer = models.load_tokenizer(
-        str(helpers.ROOT / "assets" / "tiny"), str(tmp_path / "chat.jinja")
-    )
+    tokenizer = load_tokenizer(str(helpers.ROOT / "assets" / "tiny"), str(tmp_path / "chat.jinja"))
     row = {"prompt": "<eos>1+1=<pad>", "answer": "2"}
     assert one({"prompt": "1+1=", "answer": "2"}, tmp_path, tokenizer)[0] == row["prompt"]
     (read,) = load([row], tmp_path, tokenizer, chat_template="none", system_prompt="Think.")

@@ -18,7 +18,7 @@ from helpers import metrics_of, run_here, steps_of, variant, workspace
 
 import grpo
 import utils
-from extras.vllm import engine as vllm_engine
+from extras.vllm.sampling import VllmSampling
 from plumbing.models import loading
 from plumbing.rewards.sources import Scoring
 from plumbing.rollout import engines
@@ -169,7 +169,9 @@ def test_which_engine_samples(installed, gpu, changes, expected, monkeypatch, ca
     """auto is vLLM on a GPU where it is installed and can do what the flags ask."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: installed or None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    monkeypatch.setattr(vllm_engine, "Engine", lambda *_: types.SimpleNamespace(about="the engine"))
+    monkeypatch.setattr(
+        "extras.vllm.engine.Engine", lambda *_: types.SimpleNamespace(about="the engine")
+    )
     monkeypatch.setattr(engines, "check_decodes", lambda *_: None)
     outputs = changes.get("outputs", ())
     world = utils.World(0, 1, torch.device("cpu"))
@@ -263,7 +265,7 @@ def test_when_rollouts_begin_and_weights_arrive(async_steps):
 
 def test_what_ends_coroutines_that_run_in_the_engine():
     """An error of one, an exit and an interrupt: the others are cancelled, and the engine goes on."""
-    engine = vllm_engine.VllmSampling()
+    engine = VllmSampling()
     cancelled = []
 
     async def wait(seconds: float) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from assets.tasks import arithmetic
 from plumbing import cli
-from plumbing.run import resume
+from plumbing.run.folder import run_of
 
 evaluate = importlib.import_module("evaluate")  # in scripts/, which helpers has put on the path
 
@@ -172,7 +172,7 @@ def test_flags_of_the_run_that_saved_a_model(run, tmp_path, capsys):
         )
         assert (args.seed, args.dataset, args.reward) == (1, "openai/gsm8k", ("math",))
     assert parse("--model", model, "--max_response_length", 1024).max_response_length == 1024
-    assert [resume.run_of(str(folder / name)) for name in ("final/", "no/such", ".")] == [
+    assert [run_of(str(folder / name)) for name in ("final/", "no/such", ".")] == [
         folder,
         None,
         None,

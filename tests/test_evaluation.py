@@ -10,6 +10,7 @@ import grpo
 import utils
 from plumbing.rollout.batch import Batch, Sample
 from plumbing.run import evaluation
+from plumbing.run.metrics import add_rollout, batch_metrics, mismatch_metrics
 
 CPU = torch.device("cpu")
 NAN = math.nan
@@ -86,7 +87,7 @@ def test_no_score_is_there():
 
 def metrics_of(*batch) -> dict:
     batch = batch_of(*batch)
-    return evaluation.batch_metrics(batch, REWARDS)
+    return batch_metrics(batch, REWARDS)
 
 
 def test_means_of_a_step_leave_out_what_has_no_score():
@@ -118,11 +119,11 @@ def test_disagreement_of_rollout_and_trainer(difference, staleness, warned, caps
     trainer = engine + difference * torch.tensor([[2.0, 1.0], [0.0, 9.0]])
     for rows in (slice(1), slice(1, 2)):
         micro = {"rollout_logprobs": engine[rows].log(), "response_mask": mask[rows]}
-        evaluation.add_rollout(sums, micro, trainer[rows].log())
+        add_rollout(sums, micro, trainer[rows].log())
     tokens = {"response_mask": mask, "rollout_logprobs": engine.log()}
     tokens["policy_steps"] = torch.full((2, 2), 2.0 - staleness)
     batch = SimpleNamespace(tokens=tokens, response_mask=mask)
-    metrics = evaluation.mismatch_metrics(sums.totals(), 3, batch)
+    metrics = mismatch_metrics(sums.totals(), 3, batch)
     logs = (trainer.log() - engine.log())[mask]
     assert metrics == pytest.approx(
         {
@@ -147,7 +148,7 @@ def test_staleness_counts_sampled_tokens():
     tokens = {"policy_steps": steps, "rollout_logprobs": logprobs}
     batch = SimpleNamespace(tokens=tokens, response_mask=mask)
     total = {"mismatch_probability": 0.0, "compared": 1.0, "mismatch": 0.0, "max_mismatch": 0.0}
-    measured = lambda: list(evaluation.mismatch_metrics(total, 7, batch).values())[:-3]
+    measured = lambda: list(mismatch_metrics(total, 7, batch).values())[:-3]
     assert measured() == [(2 * 2 + 5) / 7, 2, 1 / 4]  # no float32
     del tokens["policy_steps"]  # the model itself sampled
     assert measured() == [0]

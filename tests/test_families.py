@@ -17,6 +17,7 @@ from tiny_models import CPU, make_tokenizer
 
 import grpo
 from plumbing.models import loading
+from plumbing.models.forward import NO_DECODE_LOOP, check_decodes, check_head, checkpoint_blocks
 
 PARTS, FAMILIES, REFUSED = helpers.table("families.yaml").values()
 FEW = "cohere2 deepseek_v3 falcon_h1 gemma3 llama4_text phimoe qwen2_moe qwen3_5".split()
@@ -82,7 +83,7 @@ def check_gradient(folder: str) -> None:
     for own in (True, False):
         model = loading.load_model("--model", folder, torch.float64, CPU)
         if own:
-            loading.checkpoint_blocks(model)
+            checkpoint_blocks(model)
             logprobs = grpo.Policy(model, grpo.Args())(ids, mask)["logprobs"]
         else:
             logits = model(input_ids=ids[:, :length], use_cache=False).logits[0, begin - 1 : -1]
@@ -128,16 +129,16 @@ def test_what_reads_images_stays_as_it_is(tmp_path, script, changes):
 def test_an_unknown_head_is_refused(tmp_path, capsys, monkeypatch):
     model = loading.load_model("--model", family_folder("granite", tmp_path), torch.float32, CPU)
     head = grpo.Policy(model, grpo.Args()).logits
-    monkeypatch.setattr(loading, "LOGIT_FACTORS", {})
-    line = helpers.refused(capsys, loading.check_head, "--model there", model, head)
+    monkeypatch.setattr("plumbing.models.forward.LOGIT_FACTORS", {})
+    line = helpers.refused(capsys, check_head, "--model there", model, head)
     assert line.endswith(
         "GraniteForCausalLM trains by other logits: what changes them is not in `adjusted_logits`"
     )
     monkeypatch.undo()
-    loading.check_head("--model there", model, head)
+    check_head("--model there", model, head)
     model.model.norm.register_forward_hook(lambda _, x, y: y + torch.is_grad_enabled())
     assert "trains by other logits" in helpers.refused(
-        capsys, loading.check_head, "--model there", model, head
+        capsys, check_head, "--model there", model, head
     )
 
 
@@ -157,11 +158,11 @@ def change_by_decoding(model) -> float:
     return ((logits - expected).norm() / expected.norm()).item()
 
 
-@pytest.mark.parametrize("kind", ["qwen2", *loading.NO_DECODE_LOOP])
+@pytest.mark.parametrize("kind", ["qwen2", *NO_DECODE_LOOP])
 def test_models_that_the_decode_loop_cannot_run_are_refused(kind, tmp_path, capsys):
     """Those of which the last test would not hold, and no others."""
     model = loading.load_model("--model", family_folder(kind, tmp_path), torch.float32, CPU)
-    check = loading.check_decodes, "--model there", model, "--rollout_backend vllm"
+    check = check_decodes, "--model there", model, "--rollout_backend vllm"
     if kind == "qwen2":
         check[0](*check[1:])
         assert change_by_decoding(model) < 1e-5
@@ -173,7 +174,7 @@ def test_models_that_the_decode_loop_cannot_run_are_refused(kind, tmp_path, caps
     with pytest.raises((AttributeError, RuntimeError)):
         change_by_decoding(model)
     if kind == "openai-gpt":
-        line = helpers.refused(capsys, loading.checkpoint_blocks, model)
+        line = helpers.refused(capsys, checkpoint_blocks, model)
         assert line.startswith(
             f"error: --gradient_checkpointing: {name} does not support it; use --no-gradient_ch"
         )

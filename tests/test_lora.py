@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 import grpo
 import utils
 from extras.lora import add_lora
-from plumbing.models import loading, weights
+from plumbing.models import loading, sharding
 from plumbing.models.sharding import Sharding
 
 IDS = torch.tensor([[5, 9, 13, 21, 22, 25]])
@@ -182,8 +182,8 @@ def test_merged_weights(tmp_path, kind):
     )
     plain = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     assert all(
-        torch.equal(weights.merged(t, layer), plain[name])
-        for name, t, layer in weights.base_weights(model)
+        torch.equal(sharding.merged(t, layer), plain[name])
+        for name, t, layer in sharding.base_weights(model)
     )
     add_lora(model, grpo.Args(lora_rank=2))
     other = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float64)
@@ -195,8 +195,8 @@ def test_merged_weights(tmp_path, kind):
             if ".lora_B." in name:
                 parameter.normal_()
         state = {
-            name: weights.merged(tensor, layer)
-            for name, tensor, layer in weights.base_weights(model)
+            name: sharding.merged(tensor, layer)
+            for name, tensor, layer in sharding.base_weights(model)
         }
         assert (
             state.keys() == plain.keys()

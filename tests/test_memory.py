@@ -88,6 +88,7 @@ faulthandler.dump_traceback_later(540, exit=True)
 sys.path.insert(0, "tests")
 import conftest
 import grpo, memory
+from plumbing.models.forward import checkpoint_blocks
 from plumbing.models import loading
 from plumbing.run import ranks
 from plumbing.run.ranks import report_errors
@@ -99,7 +100,7 @@ def model_and_update(checkpointing):
     shape |= dict(num_attention_heads=6, num_key_value_heads=2, max_position_embeddings=512)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **shape))
     if checkpointing:
-        loading.checkpoint_blocks(model)
+        checkpoint_blocks(model)
     policy = grpo.Policy(model, grpo.Args(gradient_checkpointing=checkpointing))
     adam = torch.optim.AdamW(policy.parameters(), fused=True)
     ids = torch.randint(0, 1000, (4, 256))
@@ -120,9 +121,9 @@ for checkpointing in (False, True):
     with memory.memory:
         model, update = model_and_update(checkpointing)
         update()
-        ranks.phase = str(checkpointing)
+        ranks.status.phase = str(checkpointing)
         update()
-    counted = memory.memory.peaks[ranks.phase].total()
+    counted = memory.memory.peaks[ranks.status.phase].total()
     model, update = model_and_update(checkpointing)  # of real numbers
     state = 12 * sum(parameter.numel() for parameter in model.parameters())  # weights and Adam's moments
     print(counted / (peak_bytes(update) + state))

@@ -15,8 +15,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 import utils
 from grpo import Args
 from plumbing.data.prompts import render_prompt
-from plumbing.models import loading, sharding
-from plumbing.models.loading import read_tokenizer
+from plumbing.models import loading
+from plumbing.models.config import check_fits
+from plumbing.models.forward import checkpoint_blocks, last_hidden_states, set_attention
+from plumbing.models.tokenizer import load_tokenizer, read_tokenizer, stop_token_ids
 from plumbing.rollout.batch import collate
 from plumbing.run import checkpoints
 
@@ -44,9 +46,7 @@ def test_capped_attention_scores(tmp_path, load, capsys, kind):
     # as on the other ranks
     on_meta = loading.load_model("--model", folder, torch.float32, torch.device("meta"))
     assert on_meta.config._attn_implementation == "eager"
-    assert refused(capsys, sharding.set_attention, ours, "sdpa").startswith(
-        "error: --attention sdpa: "
-    )
+    assert refused(capsys, set_attention, ours, "sdpa").startswith("error: --attention sdpa: ")
 
 
 def test_a_hub_that_does_not_answer(monkeypatch):
@@ -54,12 +54,12 @@ def test_a_hub_that_does_not_answer(monkeypatch):
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    utils.find_hub.cache_clear()
+    utils.go_offline_if_unreachable.cache_clear()
     begin = time.monotonic()
     with pytest.raises(utils.UserError):
-        loading.read_tokenizer("--model", "no/such")
+        read_tokenizer("--model", "no/such")
     assert time.monotonic() - begin < 20
-    utils.find_hub.cache_clear()
+    utils.go_offline_if_unreachable.cache_clear()
 
 
 # ---- tokens that end a response ------------------------------------------------------------------
@@ -87,10 +87,10 @@ def test_the_first_stop_token_is_that_of_the_chat_template(
     tokenizer = copy.copy(tokenizer)
     tokenizer.chat_template = template
     GenerationConfig(eos_token_id=eos).save_pretrained(folder)
-    assert loading.stop_token_ids(tokenizer, folder, "eos") == expected
-    assert loading.stop_token_ids(tokenizer, folder, "a") == tokenizer.encode("a")
+    assert stop_token_ids(tokenizer, folder, "eos") == expected
+    assert stop_token_ids(tokenizer, folder, "a") == tokenizer.encode("a")
     with pytest.raises(utils.UserError):
-        loading.stop_token_ids(tokenizer, folder, "ab")
+        stop_token_ids(tokenizer, folder, "ab")
 
 
 # A turn of the model's own where there is none, as SmolLM2's; Llama's, which takes the turn out; none.
@@ -122,9 +122,9 @@ def test_a_generation_config_of_any_content(tmp_path, tokenizer, capsys, content
     folder = tiny_model(tmp_path)
     (tmp_path / "generation_config.json").write_text(content)
     if eos:
-        assert loading.stop_token_ids(tokenizer, folder, "eos") == eos
+        assert stop_token_ids(tokenizer, folder, "eos") == eos
     else:
-        line = refused(capsys, loading.stop_token_ids, tokenizer, folder, "eos")
+        line = refused(capsys, stop_token_ids, tokenizer, folder, "eos")
         assert line.startswith(f"error: --model {folder}: generation_config.json: ")
 
 
@@ -151,7 +151,7 @@ GEMMA = """{% if messages[0]['role'] == 'system' %}{{ raise_exception('No system
 def test_what_a_chat_template_lacks(tmp_path, capsys, template, system_prompt, said):
     file = tmp_path / "chat.jinja"
     file.write_text((REPORTED / template).read_text() if "jinja" in template else template)
-    load = functools.partial(loading.load_tokenizer, TINY, str(file), "{}", system_prompt)
+    load = functools.partial(load_tokenizer, TINY, str(file), "{}", system_prompt)
     if said.startswith(("renders", "--")):
         assert said in refused(capsys, load)
     else:
@@ -167,7 +167,7 @@ def test_tokenizer_json_is_read_where_tekken_json_is_beside_it(tmp_path, kind):
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     config["tokenizer_class"] = kind or None
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    assert loading.load_tokenizer(folder).backend_tokenizer.get_vocab_size() > 256
+    assert load_tokenizer(folder).backend_tokenizer.get_vocab_size() > 256
 
 
 def test_what_reads_images_is_saved_with_the_model(tmp_path):
@@ -176,7 +176,7 @@ def test_what_reads_images_is_saved_with_the_model(tmp_path):
     for name in files:
         (tmp_path / "model" / name).write_text(name)
     model = loading.load_model("--model", folder, torch.float32, CPU)
-    given = utils.World(0, 1, CPU), model, loading.load_tokenizer(folder), folder
+    given = utils.World(0, 1, CPU), model, load_tokenizer(folder), folder
     checkpoints.save_final(str(tmp_path), *given)
     world, model, tokenizer, _ = given
     for step in (1, 2):  # the second one resumes from the first, whose folder is a model, too
@@ -184,7 +184,7 @@ def test_what_reads_images_is_saved_with_the_model(tmp_path):
         optimizer = utils.Optimizer(model, Args(model=folder), 1, 1)
         models = {"": model}, {"": optimizer}
         checkpoints.save_checkpoint(str(tmp_path), world, tokenizer, state, *models, 0)
-        tokenizer = loading.load_tokenizer(f"{tmp_path}/checkpoints/step_{step}")
+        tokenizer = load_tokenizer(f"{tmp_path}/checkpoints/step_{step}")
     for saved in ("final", "checkpoints/step_1", "checkpoints/step_2"):
         assert all((tmp_path / saved / name).read_text() == name for name in files)
 
@@ -196,14 +196,14 @@ def test_values_for_the_chat_template(tmp_path, capsys):
     )
     ask = [{"role": "user", "content": "1"}]
     for values, text in (("{}", "1<think></think>"), ('{"enable_thinking": true}', "1")):
-        tokenizer = loading.load_tokenizer(TINY, str(template), values)
+        tokenizer = load_tokenizer(TINY, str(template), values)
         assert tokenizer.apply_chat_template(ask, tokenize=False) == text
     for values, word in (
         ("{", "Expecting"),
         ("[1]", "dict"),
         ('{"thinking": 1}', "does not read thinking"),
     ):
-        line = refused(capsys, loading.load_tokenizer, TINY, str(template), values)
+        line = refused(capsys, load_tokenizer, TINY, str(template), values)
         assert line.startswith("error: --chat_template_kwargs") and word in line
 
 
@@ -222,10 +222,10 @@ def test_what_is_saved_has_the_system_prompt_of_training(tmp_path, template, tex
     file.write_text(template)
     asked = [{"role": "user", "content": "1+1="}]
     with_turn = [{"role": "system", "content": "Mine."}, *asked]
-    original = loading.load_tokenizer(TINY, str(file))
+    original = load_tokenizer(TINY, str(file))
     saved = tmp_path / "saved"
     for name in (TINY, str(saved), str(saved)):
-        tokenizer = loading.load_tokenizer(name, str(file) if name == TINY else "", "{}", text)
+        tokenizer = load_tokenizer(name, str(file) if name == TINY else "", "{}", text)
         tokenizer.save_pretrained(saved)
         _, seen = render_prompt("", asked, original, text)
         assert render_prompt("", asked, tokenizer, text)[1] == seen
@@ -237,7 +237,7 @@ def test_what_is_saved_has_the_system_prompt_of_training(tmp_path, template, tex
         assert render(with_turn) == render_prompt("", with_turn, original, "")[1].shown
         assert plain.chat_template.count("I am") == template.count("I am")
         assert len(plain.chat_template) <= len(template) + 2 * len(text) + 120
-    other = loading.load_tokenizer(str(saved), "", "{}", "Other.")
+    other = load_tokenizer(str(saved), "", "{}", "Other.")
     assert render_prompt("", asked, original, "Other.")[1].text == other.apply_chat_template(
         asked, tokenize=False, add_generation_prompt=True
     )
@@ -245,8 +245,8 @@ def test_what_is_saved_has_the_system_prompt_of_training(tmp_path, template, tex
 
 def test_a_system_prompt_in_several_templates_or_none(monkeypatch):
     tokenizer = read_tokenizer("--model", TINY)
-    monkeypatch.setattr(loading, "read_tokenizer", lambda *_: tokenizer)
-    load = functools.partial(loading.load_tokenizer, TINY, system_prompt="Be brief.")
+    monkeypatch.setattr("plumbing.models.tokenizer.read_tokenizer", lambda *_: tokenizer)
+    load = functools.partial(load_tokenizer, TINY, system_prompt="Be brief.")
     assert load().chat_template is None
     for name, turns in (("none", "1"), ("", "2")):
         tokenizer.chat_template = {"default": "{{ messages|length }}", "rag": "?"}
@@ -266,8 +266,8 @@ def test_the_embedding_of_the_pad_token_gets_a_gradient(model_folder, device):
 
 def test_the_last_token_of_a_vocabulary(model_folder, capsys):
     """SMALL has 32."""
-    loading.check_fits(model_folder(), 31, 2, "--dataset here")
-    line = refused(capsys, loading.check_fits, model_folder(), 32, 2, "--dataset here")
+    check_fits(model_folder(), 31, 2, "--dataset here")
+    line = refused(capsys, check_fits, model_folder(), 32, 2, "--dataset here")
     assert "has 32 tokens, and its tokenizer writes token 32" in line
 
 
@@ -300,9 +300,9 @@ def test_causal_attention_without_a_mask(load, monkeypatch, family, groups):
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
     model = load(family, num_key_value_heads=2 // groups)
     ids, mask = collate([([3, 4, 5], [6, 7]), ([8], [9, 10, 11])], CPU)
-    loading.checkpoint_blocks(model)
+    checkpoint_blocks(model)
     calls.clear()
-    loading.last_hidden_states(model, ids, mask).sum().backward()
+    last_hidden_states(model, ids, mask).sum().backward()
     # keys are not repeated
     assert set(calls) == {(None, 0.0, True, groups, groups > 1)} and len(calls) == 4
 
@@ -311,8 +311,8 @@ def test_attention_changes_only_how_it_is_computed(load):
     hidden = []
     for name in ("sdpa", "eager"):
         model = load("gpt_neox", torch.float64)
-        sharding.set_attention(model, name)
-        hidden.append(loading.last_hidden_states(model, IDS, IDS > 0))
+        set_attention(model, name)
+        hidden.append(last_hidden_states(model, IDS, IDS > 0))
     torch.testing.assert_close(*hidden, rtol=1e-5, atol=1e-5)
     assert not torch.equal(*hidden)  # one has a softmax in float32
 
@@ -324,7 +324,7 @@ def test_attention_that_is_not_supported(load, capsys, monkeypatch):
         ("flex_attention", "gpt2"),
         ("eager", "llama"),
     ):
-        line = refused(capsys, sharding.set_attention, load(family), name)
+        line = refused(capsys, set_attention, load(family), name)
         assert line.startswith(f"error: --attention {name}: ")
     assert "LlamaForCausalLM" in line
 
@@ -336,5 +336,5 @@ def test_flash_attention_from_the_hub(load, monkeypatch):
     monkeypatch.setattr(modeling_utils, "is_kernels_available", lambda: True)
     monkeypatch.setattr(modeling_utils, "lazy_import_flash_attention", lambda *_, **__: None)
     model = load("qwen2")
-    sharding.set_attention(model, "flash_attention_2")
+    set_attention(model, "flash_attention_2")
     assert model.config._attn_implementation == "kernels-community/flash-attn2"

@@ -1,4 +1,4 @@
-"""Where a run begins (plumbing/run/resume.py): its checkpoint, changed flags, the lock, other
+"""Where a run begins (plumbing/run/folder.py): its checkpoint, changed flags, the lock, other
 models; whole folders.
 """
 
@@ -23,7 +23,8 @@ import grpo
 import ppo
 import utils
 from plumbing.models import loading
-from plumbing.run import checkpoints, log, resume
+from plumbing.run import checkpoints, log
+from plumbing.run import folder as run_folder
 
 # ---- a folder like that of a run, without a run --------------------------------------------------
 
@@ -44,7 +45,7 @@ def folder(tmp_path) -> Path:
     (folder / "metrics.jsonl").write_text('{"step": 0}\n{"step": 2}\n{"step": 10}\n')
     (folder / "samples.jsonl").write_text('{"step": 2}\n{"step": 11}\n{"ste')
     facts = {
-        "args": resume.as_json(args_of(folder, resume=False)),
+        "args": run_folder.as_json(args_of(folder, resume=False)),
         "script": "grpo.py",
         "run_id": "abc",
     }
@@ -56,13 +57,13 @@ def refusal(capsys, folder: Path, **changes) -> str:
     """Return the line with which a resume is refused, which changes nothing."""
     content = lambda: {str(path): path.read_bytes() for path in folder.rglob("*.json*")}
     before = content()
-    line = helpers.refused(capsys, resume.find_origin, args_of(folder, **changes), "grpo.py")
+    line = helpers.refused(capsys, run_folder.find_origin, args_of(folder, **changes), "grpo.py")
     assert content() == before
     return line
 
 
 def test_the_newest_checkpoint_and_what_has_changed(folder, capsys):
-    origin = resume.find_origin(
+    origin = run_folder.find_origin(
         args_of(folder, seed=2, reward=("gsm8k", "format")), str(utils.ROOT) + "/rloo.py"
     )
     assert origin.checkpoint == str(folder / "checkpoints" / "step_10") and origin.run_id == "abc"
@@ -70,7 +71,7 @@ def test_the_newest_checkpoint_and_what_has_changed(folder, capsys):
     assert sorted(capsys.readouterr().out.splitlines()) == sorted(
         f"changed since: --{each}" for each in changes
     )
-    resume.open_folder(origin, args_of(folder, seed=2), "grpo.py", 1, 10)
+    run_folder.open_folder(origin, args_of(folder, seed=2), "grpo.py", 1, 10)
     # that of step 10 is in it
     assert [row["step"] for row in read_lines(folder / "metrics.jsonl")] == [0, 2]
     assert [row["step"] for row in read_lines(folder / "samples.jsonl")] == [2]
@@ -92,14 +93,14 @@ def test_what_a_resume_refuses(folder, capsys):
     (folder / "final").mkdir()  # never wipe a finished run
     assert "no checkpoint" in refusal(capsys, folder, save_every=0)
     (folder / "final").rmdir()
-    assert resume.find_origin(args_of(folder), "grpo.py").checkpoint is None
+    assert run_folder.find_origin(args_of(folder), "grpo.py").checkpoint is None
     assert "was killed before its first checkpoint" in capsys.readouterr().err
 
 
 def test_a_folder_that_cannot_be_made(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     line = helpers.refused(
-        capsys, resume.find_origin, args_of(tmp_path / "file" / "run"), "grpo.py"
+        capsys, run_folder.find_origin, args_of(tmp_path / "file" / "run"), "grpo.py"
     )
     assert line.startswith(f"error: --output_dir {tmp_path / 'file'}: ")
 
@@ -109,16 +110,16 @@ def test_the_commit_of_the_code(tmp_path, monkeypatch):
     git = lambda words: subprocess.run(
         ["git", "-C", tmp_path, *words.split()], check=True, capture_output=True
     )
-    monkeypatch.setattr(resume, "ROOT", str(tmp_path))
-    assert resume.git_commit() is None
+    monkeypatch.setattr(run_folder, "ROOT", str(tmp_path))
+    assert run_folder.git_commit() is None
     (tmp_path / "code").write_text("1")
     for words in ("init", "add code", "-c user.name=a -c user.email=a commit -m a", "tag v1"):
         git(words)
     (tmp_path / "notes").write_text("1")
-    head = resume.git_commit()
+    head = run_folder.git_commit()
     assert len(head) == 40
     (tmp_path / "code").write_text("2")
-    assert resume.git_commit() == f"{head}+"
+    assert run_folder.git_commit() == f"{head}+"
 
 
 def test_one_process_a_run(folder, capsys):
@@ -127,7 +128,7 @@ def test_one_process_a_run(folder, capsys):
     child = os.fork()
     if not child:
         try:
-            resume.lock(str(folder))
+            run_folder.lock(str(folder))
             grandchild = os.fork()
             os.write(write, str(grandchild).encode() if grandchild else b"")
             time.sleep(60)
@@ -138,7 +139,7 @@ def test_one_process_a_run(folder, capsys):
     assert "is in use by another process" in refusal(capsys, folder)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    assert resume.find_origin(args_of(folder), "grpo.py").checkpoint
+    assert run_folder.find_origin(args_of(folder), "grpo.py").checkpoint
     os.kill(grandchild, signal.SIGKILL)
 
 

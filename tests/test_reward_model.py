@@ -24,6 +24,7 @@ import utils
 from assets.tasks import arithmetic_pairs
 from plumbing.data import mixture as data
 from plumbing.models import loading as models
+from plumbing.models.tokenizer import load_tokenizer
 from plumbing.run.ranks import report_errors
 from reward_model import (
     Args,
@@ -393,7 +394,7 @@ def test_a_step_by_plain_loops(base, straight):
     }
     run_here(values, "reward_model")
     model = AutoModelForSequenceClassification.from_pretrained(start, dtype=F64)
-    tokenizer = models.load_tokenizer(start)
+    tokenizer = load_tokenizer(start)
     batch = [row for row in read_lines(folder_of(values) / "samples.jsonl") if row["step"] == 1]
     margins = {row["prompt"]: row["margin"] for row in distinct(10)}
     losses = []
@@ -427,7 +428,7 @@ def test_scores_of_a_run(straight):
         chosen = [sample["chosen_score"] for sample in samples[3 * i : 3 * i + 3]]
         assert row["train/score_chosen"] == pytest.approx(statistics.fmean(chosen))
     final = AutoModelForSequenceClassification.from_pretrained(folder / "final")
-    tokenizer = models.load_tokenizer(str(folder / "final"))
+    tokenizer = load_tokenizer(str(folder / "final"))
     assert final.config.num_labels == 1 and final.config.pad_token_id == tokenizer.pad_token_id
     texts = [
         row["prompt"] + row[side] for side in ("chosen", "rejected") for row in distinct(5, 100)
@@ -457,7 +458,7 @@ def test_a_pad_token_that_ends_responses_and_another_models_statistics(straight,
     assert "score_mean" in json.loads((first / "config.json").read_text())
     assert "score_mean" not in json.loads((saved / "config.json").read_text())
     model = AutoModelForSequenceClassification.from_pretrained(final)
-    tokenizer = models.load_tokenizer(str(final))
+    tokenizer = load_tokenizer(str(final))
     ids = torch.tensor([[*tokenizer.encode("1+1=2"), tokenizer.eos_token_id]])
     assert model.config.pad_token_id is None and hasattr(model.config, "score_mean")
     own = models.ScalarModel(model)(ids, torch.arange(ids.shape[1])[None] == ids.shape[1] - 1)

@@ -18,6 +18,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from extras.reward_models import ModelSource
 from plumbing.data import prompts
 from plumbing.models import loading as models
+from plumbing.models.tokenizer import vocabulary_difference
 from plumbing.rewards.sources import RewardSources
 from utils import UserError
 
@@ -170,17 +171,11 @@ def test_vocabulary_difference():
     theirs = make_tokenizer()
     for padded in (ours, theirs):  # one of them, then both
         padded.add_special_tokens({"pad_token": "[PAD]"})
-        assert (
-            models.vocabulary_difference(ours, theirs)
-            == models.vocabulary_difference(theirs, ours)
-            == ""
-        )
+        assert vocabulary_difference(ours, theirs) == vocabulary_difference(theirs, ours) == ""
     theirs.add_tokens(["<more>"])
-    assert (
-        models.vocabulary_difference(ours, theirs) == "has other ids for 1 tokens, such as '<more>'"
-    )
+    assert vocabulary_difference(ours, theirs) == "has other ids for 1 tokens, such as '<more>'"
     ours.add_tokens(["<less>"])
-    assert "has other ids for 2 tokens" in models.vocabulary_difference(ours, theirs)
+    assert "has other ids for 2 tokens" in vocabulary_difference(ours, theirs)
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ from plumbing.rewards.sources import (
 )
 from plumbing.rewards.workers import Workers
 from plumbing.rollout.batch import Batch, Sample, unscored
-from plumbing.run import evaluation
+from plumbing.run.metrics import batch_metrics, correct_responses, sample_rows
 from utils import UserError
 
 REPORTED = ROOT / "tests/data/reported"
@@ -522,9 +522,9 @@ def test_metrics_of_rows_that_name_their_sources():
         code=[0.0, 0.0, 1.0, nan, 0.0],
         model=[0.0, 0.0, 0.0, 0.0, -3.0],
     )
-    correct = evaluation.correct_responses(batch, reward_sources)
+    correct = correct_responses(batch, reward_sources)
     assert correct.tolist() == pytest.approx([1, 0, 1, 1, nan], nan_ok=True)
-    metrics = evaluation.batch_metrics(batch, reward_sources)
+    metrics = batch_metrics(batch, reward_sources)
     assert (
         metrics["objective/verifiable_correct_rate"] == 0.75 and metrics["val/missing_scores"] == 1
     )
@@ -534,7 +534,7 @@ def test_metrics_of_rows_that_name_their_sources():
         metrics["reward_correct/math"] == pytest.approx(2 / 3)
         and "reward_correct/model" not in metrics
     )
-    samples = evaluation.sample_rows(batch, 5)
+    samples = sample_rows(batch, 5)
     assert [[math.isnan(sample[name]) for name in means] for sample in samples[:3]] == [
         [False, True, True],
         [False, True, True],

@@ -16,7 +16,7 @@ import utils
 from plumbing.data import mixture
 from plumbing.rollout import batch
 from plumbing.rollout.batch import Batch, Sample
-from plumbing.run import evaluation
+from plumbing.run.metrics import batch_metrics
 
 NAN = math.nan
 SCRIPTS = ["grpo", "rloo", "ppo"]
@@ -142,7 +142,7 @@ def test_refill_samples_other_prompts_until_the_step_is_full(collected, differin
     groups = position - 2
     groups_of_ones = position - 2 - found
     scores = [s for i in order[2:position] for s in table[i % 5]]
-    metrics = got.metrics | evaluation.batch_metrics(got.sampled, REWARDS)
+    metrics = got.metrics | batch_metrics(got.sampled, REWARDS)
     assert metrics == pytest.approx(
         {
             "val/zero_std_fraction": groups_of_ones / groups,
@@ -175,7 +175,7 @@ def test_a_dead_source_is_not_asked_again(collected):
     assert (
         len(calls) == 1
         and got.unscored == "exact: it returned None"
-        and evaluation.batch_metrics(got.sampled, REWARDS)["val/missing_scores"] == 8
+        and batch_metrics(got.sampled, REWARDS)["val/missing_scores"] == 8
     )
     unscored = lambda weight: batch.unscored(
         got.batch, REWARDS, grpo.Args(reward_weights=(weight,))

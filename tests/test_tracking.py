@@ -189,7 +189,7 @@ def test_the_end_names_what_is_there(tmp_path, monkeypatch, capsys):
         tmp_path / "metrics.jsonl",
         [{"step": i, "eval/accuracy": i, "eval/greedy_accuracy": 1} for i in (0, 4)],
     )
-    monkeypatch.setattr(log, "plot_curves", lambda *args: None)
+    monkeypatch.setattr(log.RunLog, "draw", lambda self: None)
     log_of(tmp_path).close("the end")
     assert capsys.readouterr().out.splitlines() == [
         "the end",

@@ -22,7 +22,7 @@ from transformers.utils.chat_parsing.response_templates import load_response_tem
 from extras.episodes.templates import FORMS, Turns, warn_once
 from extras.episodes.worker import EnvironmentFailure
 from plumbing.data import mixture as data
-from plumbing.models import loading
+from plumbing.models.tokenizer import load_tokenizer_and_stop_ids
 
 CHATML = """
 {%- for m in messages %}
@@ -456,10 +456,10 @@ def test_an_end_of_turn_that_the_template_alone_names(
     """As Qwen2.5-7B's; tokenizer and model name another token. It stops, and ends what is learned;
     tools work.
     """
-    monkeypatch.setattr(loading, "load_tokenizer", lambda *_: tokenizer_of(QWEN25))
+    monkeypatch.setattr("plumbing.models.tokenizer.load_tokenizer", lambda *_: tokenizer_of(QWEN25))
     flags = dict(chat_template="", chat_template_kwargs="{}", stop_token="eos", system_prompt="")
     args = types.SimpleNamespace(model=model_folder(), **flags)
-    tokenizer, stop_ids = loading.load_tokenizer_and_stop_ids(args)
+    tokenizer, stop_ids = load_tokenizer_and_stop_ids(args)
     assert (
         capsys.readouterr().out
         == "stop tokens: ['<|im_end|>', '<eos>']; texts to learn end with the first\n"

@@ -40,7 +40,7 @@ import grpo
 import utils
 from extras.lora import add_lora
 from extras.vllm import engine as vllm_engine
-from plumbing.models import loading, weights
+from plumbing.models import loading, sharding
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
@@ -198,7 +198,7 @@ def test_an_engine_that_raises_says_why(setting, monkeypatch):
     """In a rollout or in a sync, from which on it makes no response."""
     engine, model, tokenizer, _ = setting
     gathered = []
-    gather = lambda *given: gathered.append(1) or weights.merged(*given)
+    gather = lambda *given: gathered.append(1) or sharding.merged(*given)
     for owner, name in ((engine.llm.llm_engine, "step"), (engine.llm, "collective_rpc")):
         with monkeypatch.context() as patch:
             patch.setattr(vllm_engine, "merged", gather)
@@ -523,8 +523,7 @@ def test_a_model_that_reads_images_samples_text(tmp_path, monkeypatch):
     engine.sync(model, 0)
     made = sample((engine, model, None, args), [[5, 6, 7], [8]], [1, 2])
     assert largest_difference(model, [[5, 6, 7], [8]], *made) < 1e-4
-    monkeypatch.setattr(
-        vllm_engine, "base_weights", lambda model: list(weights.base_weights(model))[:9]
-    )
+    part = sharding.base_weights(model)[:9]
+    monkeypatch.setattr("extras.vllm.sampling.base_weights", lambda model: part)
     engine.sync(model, 0)
     assert "of its weights are none of the trained model's" in failure_of(engine)

@@ -37,7 +37,7 @@ import utils
 from extras.vllm import servers as vllm_servers
 from extras.vllm.servers import Servers
 from grpo import Args
-from plumbing.models import weights
+from plumbing.models import sharding
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
@@ -355,7 +355,7 @@ def test_a_failed_sync_ends_the_rollouts_of_all_ranks():
 
 def test_weights_that_a_server_is_not_sent_are_an_error(engine, running, monkeypatch):
     servers = connect(*list(running[0])[:1])
-    sent = [entry for entry in weights.base_weights(engine[1]) if "layers.1.mlp" not in entry[0]]
+    sent = [entry for entry in sharding.base_weights(engine[1]) if "layers.1.mlp" not in entry[0]]
     monkeypatch.setattr(vllm_servers, "sent_weights", lambda model: sent)
     servers.sync(engine[1], 0)
     assert "2 of its weights are none of the trained model's: model.layers.1.mlp." in failure_of(

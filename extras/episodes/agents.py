@@ -23,7 +23,7 @@ from aiohttp import web
 from extras.episodes.conversations import Conversation, Conversations
 from extras.episodes.templates import json_or_text
 from extras.episodes.worker import EnvironmentFailure
-from plumbing.models.loading import positions_of
+from plumbing.models.config import positions_of
 from utils import first_line
 
 # Fields of a request that have an effect, or none at all; those that have none where they are false,

@@ -1,7 +1,7 @@
-"""vLLM on other GPUs or machines (--rollout_backend server), started by scripts/vllm_server.py.
+"""vLLM on other GPUs or machines (--rollout_backend server), where scripts/vllm_server.py starts it.
 
-The servers sample over HTTP, and rank 0 sends them the weights by vLLM's transfer over NCCL. A key
-in the variable VLLM_API_KEY goes with every request.
+Requests go over HTTP. Rank 0 sends the servers the weights, by vLLM's transfer over NCCL. The key in
+the variable VLLM_API_KEY goes with every request.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ import aiohttp
 import torch
 from transformers import PreTrainedModel
 
-from extras.vllm.engine import (
+from extras.vllm.sampling import (
     Response,
     VllmSampling,
     check_sent,
@@ -24,20 +24,20 @@ from extras.vllm.engine import (
     sent_weights,
 )
 from plumbing.cli import RolloutArgs
-from plumbing.models.weights import merged
+from plumbing.models.sharding import merged
 from utils import UserError, World, first_line
 
 SERVER_START = 600.0  # seconds in which a server has to answer when a run starts
 SERVER_PATIENCE = 120.0  # seconds for which a server may be away later
-# Seconds in which a server must answer one of its requests: less than the half hour that other
-# ranks wait.
+# Seconds in which a server has to answer any of its requests; less than the half hour after which
+# other ranks give up.
 SERVER_ANSWER = 1500.0
 SERVER_REQUESTS = 256  # requests under way, for each rank and server
-TRANSFER = 600.0  # seconds until a step of the weight transfer must be done
+TRANSFER = 600.0  # seconds in which a part of the weight transfer has to be done
 
 
 class Weights:
-    """A model's weights as they are sent, with its adapter: vLLM's WeightSource."""
+    """A model's weights as they are sent, with its adapter merged: vLLM's WeightSource."""
 
     def __init__(self, dtype: torch.dtype):
         self.dtype = dtype
@@ -53,10 +53,10 @@ class Weights:
         ]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield names and whole tensors; of a sharded model, each is gathered from all ranks.
+        """Yield names and whole tensors. A tensor of a sharded model is gathered from all ranks.
 
-        `entries` loses what was yielded: after an error, what is left in it is what other ranks
-        still gather.
+        What is yielded leaves `entries`: after an error, `entries` holds what other ranks still
+        gather.
         """
         for meta in self.metadata():
             _, weight, layer = self.entries.pop(0)
@@ -64,7 +64,7 @@ class Weights:
 
 
 class Servers(VllmSampling):
-    """vLLM servers as one rollout engine: each samples its share of every rank's queries."""
+    """vLLM servers as one rollout engine: each server samples a share of every rank's queries."""
 
     def __init__(self, args: RolloutArgs, world: World, compute_dtype: torch.dtype | None):
         """Wait for the servers of --rollout_servers and connect, or raise a UserError.
@@ -78,7 +78,7 @@ class Servers(VllmSampling):
         self.world = world
         self.weights = Weights(compute_dtype or torch.float32)
         self.free = asyncio.Semaphore(SERVER_REQUESTS * len(self.urls))
-        self.heard = dict.fromkeys(self.urls, 0.0)  # when a server was asked or has answered last
+        self.heard = dict.fromkeys(self.urls, 0.0)  # time of a server's last request or answer
         self.headers = {"Authorization": f"Bearer {os.environ.get('VLLM_API_KEY', '')}"}
         try:
             self._connect()
@@ -94,11 +94,11 @@ class Servers(VllmSampling):
         timeout: float | None = TRANSFER,
         patience: float = 0.0,
     ) -> dict:
-        """Return what the server answers to a POST of `body`, or to a GET if there is none.
+        """Return the server's answer to a POST of `body`, or to a GET without a body.
 
-        Without a connection, after `timeout` seconds of silence and at the statuses 429 and 5xx,
-        the request is sent again for `patience` seconds. (urllib3's Retry counts attempts, not
-        seconds, and cannot be cancelled.) Raises RuntimeError.
+        The request is sent again, for `patience` seconds, if there is no connection, after `timeout`
+        seconds of silence, and at the statuses 429 and 5xx; then this raises RuntimeError.
+        (urllib3's Retry counts attempts, not seconds, and cannot be cancelled.)
         """
         limits = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=timeout)
         method = "GET" if body is None else "POST"
@@ -124,10 +124,11 @@ class Servers(VllmSampling):
             await asyncio.sleep(min(2.0, patience))
 
     def _ask_all(self, path: str, *bodies: dict, **limits: float) -> list[dict]:
-        """Return what the servers answer to a request, which they get at the same time.
+        """Send a request to all servers at the same time, and return their answers.
 
         Args:
-            bodies: one for all servers or one for each; none for a GET. limits: see `_request`.
+            bodies: one for all servers, one for each server, or none for a GET.
+            limits: timeout and patience of `_request`.
         """
         each = bodies if len(bodies) > 1 else (bodies or [None]) * len(self.urls)
 
@@ -141,8 +142,8 @@ class Servers(VllmSampling):
     # ---- weights ----
 
     def _connect(self) -> None:
-        """Open the process group for the weights: rank 0 is this run's rank 0, then come the
-        workers of each server.
+        """Open the process group that sends the weights: this run's rank 0 is its rank 0, and the
+        workers of the servers follow.
         """
         size = 0
         if self.world.main:
@@ -161,14 +162,14 @@ class Servers(VllmSampling):
             info, client=self, source=self.weights
         )
 
-    # The four calls that vLLM's trainer makes (its VLLMWeightSyncClient), to all servers at once.
+    # vLLM's trainer makes these four calls (VLLMWeightSyncClient). Here they go to all servers.
 
     def init_weight_transfer_engine(self, init_info: dict) -> None:
         bodies = [{"init_info": {**init_info, "rank_offset": rank}} for rank in self.first_ranks]
         self._ask_all("/init_weight_transfer_engine", *bodies)
 
     def start_weight_update(self) -> None:
-        self._ask_all("/pause?mode=keep", {})  # requests stay, and go on after /resume
+        self._ask_all("/pause?mode=keep", {})  # requests wait until /resume
         self._ask_all("/collective_rpc", {"method": "tie_weights", "args": [self.tied]})
         self._ask_all("/start_weight_update", {})
 
@@ -196,10 +197,10 @@ class Servers(VllmSampling):
             meta.dtype.itemsize * math.prod(meta.shape) for meta in self.weights.metadata()
         )
         with self._errors_as_failure():
-            self.sender.send_weights()  # rank 0 sends, the others only gather
-        for _ in self.weights:  # after an error: the other ranks gather the rest
+            self.sender.send_weights()  # rank 0 sends, other ranks only gather
+        for _ in self.weights:  # after an error, the other ranks still gather the rest
             pass
-        # Servers that stay paused after an error would answer no rank.
+        # After an error on one rank the servers stay paused, and answer no rank.
         failure = max(self.world.all_gather([self.failure]))
         self.failure = self.failure or failure
 
@@ -207,16 +208,16 @@ class Servers(VllmSampling):
 
     async def _complete(self, place: int, query: list[int], settings: dict) -> Response | None:
         """Return what a server samples after `query`; None after a failure."""
-        # A rank with few conversations would fill the first server only.
+        # Each rank begins at another server: with few conversations, all would ask the first one.
         url = self.urls[(self.world.rank + place) % len(self.urls)]
         async with self.free:
             with self._errors_as_failure():
                 return await self._sample(url, {"token_ids": query, "sampling_params": settings})
 
     async def _sample(self, url: str, body: dict) -> Response:
-        """Return a response's token ids and, by name, the values of each.
+        """Return a response's token ids and, by name, a value for each of them.
 
-        It may wait behind others at the server, for as long as that answers any of them.
+        The request may wait behind others as long as the server answers any of them.
         """
         path = "/inference/v1/generate"
         request = asyncio.create_task(

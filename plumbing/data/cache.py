@@ -23,7 +23,7 @@ from xxhash import xxh64_intdigest
 
 from plumbing.data.prompts import encode_texts
 from plumbing.data.rows import VERSION, parse
-from plumbing.models.loading import check_fits
+from plumbing.models.config import check_fits
 from utils import UserError, first_line, warn
 
 LISTS = ("query", "response", "chosen", "rejected")

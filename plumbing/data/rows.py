@@ -10,7 +10,7 @@ from typing import Annotated, Any, Iterable, Iterator, TypedDict
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from assets import tasks
-from utils import UserError, as_user_error, find_hub
+from utils import UserError, as_user_error, go_offline_if_unreachable
 
 
 class Row(TypedDict, total=False):
@@ -65,7 +65,7 @@ def read_rows(flag: str, name: str, split: str):
     sizes = tasks.BUILT_IN.get(built_in)
     on_hub = not sizes and not os.path.exists(name) and name.count("/") == 1
     if on_hub:
-        find_hub()  # before the import, which reads what it sets
+        go_offline_if_unreachable()  # before the import, which reads what it sets
     import datasets
 
     datasets.utils.logging.set_verbosity(logging.CRITICAL)

@@ -29,7 +29,7 @@ from plumbing.rewards.sources import RewardSources, Scoring, is_scored_by, rewar
 
 if TYPE_CHECKING:  # imported where a flag asks for them
     from extras.episodes.conversations import Conversation, Conversations
-    from extras.vllm.engine import VllmSampling
+    from extras.vllm.sampling import VllmSampling
 
 # Further rollouts of a step with --filter_groups refill; then it trains on the groups that it has.
 MAX_REFILLS = 9

@@ -1,7 +1,7 @@
 """Which rollout engine samples (--rollout_backend), and the rollouts of later steps while one
 trains.
 
-`vllm_engine.VllmSampling` is the interface of an engine. vLLM's modules are imported if the flag
+`extras.vllm.sampling.VllmSampling` is the interface of an engine. vLLM's modules are imported if the flag
 asks for them.
 """
 
@@ -15,12 +15,13 @@ import pebble
 import torch
 
 from plumbing.data.rows import Row
-from plumbing.models.loading import Precision, check_decodes
+from plumbing.models.forward import check_decodes
+from plumbing.models.loading import Precision
 from plumbing.rollout.batch import Experience, Sampler
 from utils import Interrupted, UserError, World
 
 if TYPE_CHECKING:  # imported where a flag asks for them, or by the script
-    from extras.vllm.engine import VllmSampling
+    from extras.vllm.sampling import VllmSampling
     from plumbing.run.run import Run
 
 

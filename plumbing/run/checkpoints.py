@@ -1,4 +1,4 @@
-"""Checkpoints and the final model: what is saved of a run, and what is loaded to resume it."""
+"""Checkpoints and the final model: what a run saves, and what it loads to resume."""
 
 import os
 import shutil
@@ -17,22 +17,25 @@ from torch.distributed.checkpoint.state_dict import (
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, VIDEO_PROCESSOR_NAME
 
-from plumbing.models.loading import base_of, check_can_read, find_file, load_model
-from plumbing.models.weights import base_weights
+from plumbing.models.config import base_of, find_file
+from plumbing.models.loading import load_model
+from plumbing.models.sharding import base_weights
+from plumbing.models.tokenizer import check_can_read
 from utils import Optimizer, World, as_user_error, first_line, full_tensor, say
 
-# dcp's, where `no_dist` asks for just that.
+# dcp warns of this although `no_dist` asks for it.
 warnings.filterwarnings("ignore", "torch.distributed is disabled")
 
-# Tensor by tensor, to the memory of rank 0.
+# Gather tensor by tensor, to the CPU memory of rank 0.
 GATHERED = StateDictOptions(full_state_dict=True, cpu_offload=True)
 PROCESSOR_FILES = (IMAGE_PROCESSOR_NAME, VIDEO_PROCESSOR_NAME, PROCESSOR_NAME)
-ALLOW_MISSING = StateDictOptions(strict=False)  # a parameter that has had no gradient has no state
+# A parameter that has had no gradient has no state.
+ALLOW_MISSING = StateDictOptions(strict=False)
 
 
 def checkpoint_folders(folder: str) -> list[str]:
-    """Return the complete checkpoints of a run, oldest first. A folder has its name only once all
-    of it is written.
+    """Return the complete checkpoints of a run, oldest first. A checkpoint gets its name once all of
+    it is written.
     """
     paths = map(str, Path(folder, "checkpoints").glob("step_[0-9]*"))
     return sorted(paths, key=lambda path: int(path.rpartition("_")[2]))
@@ -48,15 +51,15 @@ def save_checkpoint(
     keep: int,
 ) -> None:
     """Save `checkpoints/step_N`: a model folder for transformers and vLLM, plus what the trainer
-    requires to continue.
+    needs to continue.
 
     Args:
-        state: the trainer's tensors and plain values; `state["step"]` names the folder.
-        models: the policy as "", others by the names of their folders within the checkpoint, such
+        state: the trainer's tensors and plain values; `state["step"]` is N.
+        models: the policy as "", other models by the names of their folders in the checkpoint, such
             as "critic".
-        optimizers: of the models of the same names. Without any, the policy is saved alone, as
+        optimizers: by the names of their models. Without any, only the policy is saved, as
             `checkpoints/best`.
-        keep: number of checkpoints of steps that stay, the newest ones; 0 keeps all.
+        keep: how many of the newest checkpoints stay; 0 keeps all.
     """
 
     def write(path: str) -> None:
@@ -64,7 +67,7 @@ def save_checkpoint(
             if optimizers or name == "":
                 save_model(model, f"{path}/{name}", world)
         for name, optimizer in optimizers.items():
-            if optimizer.adam.state:  # else torch would make an update to get one
+            if optimizer.adam.state:  # without a state, torch would make an update to get one
                 tensors = trained_state(models[name], optimizer)
                 dcp.save(
                     tensors,
@@ -76,7 +79,7 @@ def save_checkpoint(
 
     name = f"step_{state['step']}" if optimizers else "best"
     path = f"{folder}/checkpoints/{name}"
-    # There is one already where a run is interrupted again after the same step.
+    # The checkpoint exists already if a run is interrupted twice after the same step.
     if not optimizers or not world.any(world.main and os.path.exists(path)):
         save_folder(path, world, write)
     if world.main and keep:
@@ -91,9 +94,12 @@ def save_final(
     tokenizer: PreTrainedTokenizerBase,
     source: str,
 ) -> None:
-    """Save `final/`: the trained model in the number format of the model it came from.
+    """Save `final/`: the trained model, in the number format of --model.
 
-    A LoRA adapter is merged into it, and saved as it is in `final/adapter/` by peft.
+    A LoRA adapter is merged into the model, and is also saved by peft, in `final/adapter/`.
+
+    Args:
+        source: --model.
     """
 
     def write(path: str) -> None:
@@ -106,7 +112,7 @@ def save_final(
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
-    """Save a tokenizer, and what else reads the input of its model, such as images."""
+    """Save a tokenizer, and the files of what else reads a model's input, such as images."""
     tokenizer.save_pretrained(path)
     source = base_of(tokenizer.name_or_path)
     for name in PROCESSOR_FILES:
@@ -115,11 +121,11 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
 
 
 def save_model(model: PreTrainedModel, path: str, world: World) -> None:
-    """Save a model folder from rank 0, where the weights are gathered; that of a model with an
-    adapter is peft's.
+    """Gather a model's weights on rank 0, and save a model folder there. A model with an adapter
+    saves only the adapter, in peft's form.
     """
     weights = get_model_state_dict(model, options=GATHERED)
-    # Gathered twice, transformers would not see that it is tied.
+    # Gathering makes two tensors of tied weights, which transformers would not see as tied.
     for name in model.all_tied_weights_keys:
         weights.pop(name, None)
     world.on_main(model.save_pretrained, path, state_dict=weights)
@@ -127,12 +133,12 @@ def save_model(model: PreTrainedModel, path: str, world: World) -> None:
 
 @torch.no_grad()
 def save_like(source: str, model: PreTrainedModel, path: str, world: World) -> None:
-    """Save a model folder that differs from that of the model `source` in what has trained alone.
+    """Save a model folder that differs from the model `source` only in the weights that have trained.
 
     An adapter's change d is added to the weights W of `source` in float64, and the sum is rounded
-    once, to the format of W; the printed line says how much of d that loses.
+    once, to the format of W. A printed line says how much of d the rounding loses.
     """
-    loaded: list = []  # on rank 0: sent to the others, it would be in memory twice
+    loaded: list = []  # filled on rank 0: what `on_main` returns is sent to the other ranks
     scalar = not model.can_generate()
     world.on_main(
         lambda: loaded.append(load_model("--model", source, "auto", torch.device("cpu"), scalar))
@@ -164,11 +170,11 @@ def save_like(source: str, model: PreTrainedModel, path: str, world: World) -> N
 
 
 def trained_state(model: PreTrainedModel, optimizer: Optimizer) -> dict:
-    """Return the state that `dcp` saves by the names of parameters, and loads in place, whatever
-    the sharding.
+    """Return the state that `dcp` saves by the names of parameters, with any sharding, and loads in
+    place.
 
-    Of a model with an adapter it includes the weights that train: peft's folder lacks a head that
-    trains.
+    For a model with an adapter, the state includes the weights that train: peft's folder lacks a
+    head that trains.
     """
     state = {"adam": get_optimizer_state_dict(model, optimizer.adam)}
     if getattr(model, "peft_config", None):
@@ -185,11 +191,11 @@ def load_checkpoint(
     models: dict[str, torch.nn.Module],
     optimizers: dict[str, Optimizer],
 ) -> dict:
-    """Load what `save_checkpoint` has saved, except the models' folders, and return its `state`.
+    """Load what `save_checkpoint` has saved, except the models' folders: set the optimizers and the
+    weights of an adapter that trains, and return `state`.
 
-    This sets the optimizers and the weights of an adapter that trains. Number of ranks and sharding
-    may differ from those of the run that saved it. Raises a UserError for a checkpoint of another
-    model, tokenizer or script.
+    The number of ranks and the sharding may have changed since. Raises a UserError for a checkpoint
+    of another model, tokenizer or script.
     """
     check_can_read("--resume", folder, tokenizer)
     with as_user_error(f"--resume {folder}"):
@@ -201,17 +207,17 @@ def load_checkpoint(
 
 
 def load_optimizer(path: str, model: PreTrainedModel, optimizer: Optimizer) -> None:
-    """Load the state of Adam that a checkpoint has of a model, and the weights of its adapter, but
-    no flags.
+    """Load Adam's state of a model from a checkpoint, and the weights of the model's adapter. The
+    learning rate and other flags of Adam are not loaded.
     """
-    if not os.path.isdir(path):  # saved before the first update
+    if not os.path.isdir(path):  # the checkpoint was saved before the first update
         return
     saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     state = trained_state(model, optimizer)
     flags = state["adam"].pop("param_groups")
     adam = state["adam"]["state"]
-    # A parameter without a gradient so far has no state in the checkpoint. The names of the entries
-    # are dcp's.
+    # A parameter that has had no gradient has no state in the checkpoint. dcp gives the entries
+    # these names.
     state["adam"]["state"] = {key: adam[key] for key in adam if f"adam.state.{key}.step" in saved}
     try:
         dcp.load(state, checkpoint_id=path, no_dist=True)
@@ -222,8 +228,7 @@ def load_optimizer(path: str, model: PreTrainedModel, optimizer: Optimizer) -> N
 
 
 def save_folder(folder: str, world: World, write: Callable[[str], None]) -> None:
-    """Save a folder that appears complete or not at all: it is written under another name and
-    renamed.
+    """Save a folder that appears complete or not at all: write it under another name, and rename it.
 
     Args:
         write: called on all ranks with the path to write to.
@@ -247,7 +252,7 @@ def save_folder(folder: str, world: World, write: Callable[[str], None]) -> None
 
 
 def remove_folder(folder: str) -> None:
-    """Remove a folder that is gone for its readers before any file in it is."""
+    """Remove a folder. For its readers all files go at once, as it is renamed first."""
     parent, name = os.path.split(folder)
     removed = f"{parent}/.{name}.old"
     shutil.rmtree(removed, ignore_errors=True)  # left by a kill

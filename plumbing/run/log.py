@@ -1,7 +1,5 @@
 """What a run prints and logs: progress, metrics.jsonl, samples.jsonl, held_out.jsonl, curves.png,
-and --track.
-
-Who reads a run's folder afterwards finds the readers of its logs and of args.json here, too.
+and --track; and functions that read the logs and args.json afterwards.
 """
 
 import importlib
@@ -16,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from types import ModuleType
-from typing import Any, Callable, Iterable, Iterator
+from typing import Any, Callable, Iterator
 
 import numpy as np
 from tqdm import tqdm
@@ -25,7 +23,8 @@ from plumbing.cli import RunArgs
 from plumbing.run.ranks import begin_phase
 from utils import World, as_user_error, first_line, one_line, say, warn
 
-PROGRESS = {  # the values in the progress bar, or in the line of a step, if a run has them
+# Metrics that the progress bar, or the line of a step, shows if a run has them.
+PROGRESS = {
     "objective/scores": "score",
     "objective/kl": "kl",
     "train/loss": "loss",
@@ -35,7 +34,7 @@ PROGRESS = {  # the values in the progress bar, or in the line of a step, if a r
     "rollout/logprob_diff_mean": "logp-diff",
     "time/step": "seconds",
 }
-# The metrics that a picture has, if a run has them, and those of eval/ that its last lines have.
+# Metrics that curves.png shows if a run has them; the last lines of a run show those of eval/.
 CURVES = {
     "eval/accuracy": "held-out accuracy, sampled (what is trained)",
     "eval/greedy_accuracy": "held-out accuracy, greedy",
@@ -51,15 +50,16 @@ CURVES = {
     "val/sequence_lengths": "response length (tokens)",
     "loss/grad_norm": "gradient norm",
 }
-PATIENCE = 30  # minutes: a longer run on a CPU is told how to be as short
-# The name of a metric or score of a file's function or a server; its groups are what stays.
+PATIENCE = 30  # minutes: if a run on a CPU takes longer, a line says how to make it as short
+# The name of a metric or score whose source is a file's function or a server. Its groups are the
+# parts that logs keep.
 SOURCE = r"^((?:eval/)?reward(?:_\w+)?/|)(?:(?:.*/)?(?=[^/]+\.py:[\w.]+(?:/\w+)?$)|https?://(?:[^/?#]*@)?([^?#]*).*)"
 
 
 class RunLog:
     """The console output of a run and the files that it logs to.
 
-    Every rank makes one and makes the same calls; rank 0 writes.
+    Every rank has a RunLog and makes the same calls; rank 0 writes.
     """
 
     def __init__(
@@ -71,12 +71,12 @@ class RunLog:
         self.args = args
         self.values: dict[str, str] = {}  # in the progress bar
         self.latest: deque[dict] = deque(maxlen=10)  # metrics of the last steps
-        self.evaluation = 0.0  # seconds of the last one
+        self.evaluation = 0.0  # seconds of the last evaluation
         self.warned: set[str] = set()
-        self.library: ModuleType | None = None  # that of --track
+        self.library: ModuleType | None = None  # of --track
         if args.track:
             world.on_main(self._track, run_id, args)
-        # A terminal of size 0, as in some CI, has no room for a bar.
+        # Some CI has a terminal of size 0, without room for a bar.
         terminal = (
             world.main and sys.stderr.isatty() and min(os.get_terminal_size(sys.stderr.fileno()))
         )
@@ -94,7 +94,7 @@ class RunLog:
         """Begin the run in the library that --track names, or continue it there."""
         with as_user_error(f"--track {args.track}"):
             library = importlib.import_module(args.track)
-            # Weights & Biases continues the run of an id, trackio that of a name.
+            # Weights & Biases continues the run of the same id, trackio the run of the same name.
             options = {"id": run_id, "dir": self.folder} if args.track == "wandb" else {}
             run = library.init(
                 project=os.environ.get("WANDB_PROJECT", "rl-on-language-models"),
@@ -108,8 +108,8 @@ class RunLog:
             replace_file(f"{self.folder}/tracked.txt", address)
 
     def track(self, call: Callable) -> None:
-        """Call a function with the library of --track, if there is one; what it raises is a warning,
-        said once: metrics.jsonl has all.
+        """Call a function with the library of --track, if there is one. What it raises becomes a
+        warning, once per run: metrics.jsonl has all values.
         """
         try:
             if self.library:
@@ -120,7 +120,7 @@ class RunLog:
             self.warned.add("track")
 
     def lengths(self, step: int, name: str, lengths: list[int]) -> None:
-        """Print how many items there are and how many tokens they have; track a histogram."""
+        """Print the number of items and the range of their lengths in tokens; track a histogram."""
         if lengths:
             span = f"{min(lengths)} to {max(lengths)} tokens, median {np.median(lengths):g}"
             say(f"{name}: {len(lengths):,} of {span}")
@@ -134,7 +134,7 @@ class RunLog:
         self.progress.set_description(name)
 
     def show(self, ended: int, total: int) -> None:
-        """Show how many responses of the phase have ended, if the last look is a while ago."""
+        """Show how many responses of the phase have ended, every `show_every` seconds."""
         if time.monotonic() > self.shown_at + self.show_every:
             self.shown_at = time.monotonic()
             self.progress.set_description(f"{self.name} {ended}/{total}")
@@ -142,8 +142,8 @@ class RunLog:
                 say(f"{self.name}: {ended} of {total} responses have ended")
 
     def log(self, metrics: dict) -> None:
-        """Append a row of metrics, with "step", to metrics.jsonl, and track it; null stands for
-        what is not finite.
+        """Log the metrics of a step, "step" among them: to metrics.jsonl, where null stands for what
+        is not finite, to --track and to the console.
         """
         if not self.world.main:
             return
@@ -152,57 +152,68 @@ class RunLog:
         step = row["step"]
         tracked = {name: x for name, x in row.items() if x is not None}
         self.track(lambda library: library.log(tracked, step=step))
-        total = self.progress.total
         self.evaluation = row.get("time/evaluation", self.evaluation)
         values = {}
         if step:
             self.latest.append(row)
-            evaluations = math.ceil((total - step) / max(1, self.args.eval_every)) * self.evaluation
-            seconds = fmean(each["time/step"] for each in self.latest)
-            minutes = math.ceil((seconds * (total - step) + evaluations) / 60)
-            values["left"] = f"{minutes} min"
-            if step == 1 and self.world.device.type == "cpu" and minutes > PATIENCE:
-                steps = max(1, int((60 * PATIENCE - evaluations) / seconds))
-                size = row.get("episode", 0) * steps
-                shorter = f"; --total_episodes {size} ends in {PATIENCE}" if size else ""
-                say(f"on this machine the run takes about {minutes} minutes{shorter}")
-        trains_on_scores = "val/sampled_prompts" in row
-        if trains_on_scores:
-            stopped = row["val/num_stop_token_ids"]
-            values["stopped"] = f"{stopped}/{row['val/sampled_prompts'] * self.args.group_size}"
-        values |= {
-            name: f"{row[key]:.3g}" for key, name in PROGRESS.items() if row.get(key) is not None
-        }
+            values["left"] = f"{self._minutes_left(row)} min"
+        if "val/sampled_prompts" in row:
+            responses = row["val/sampled_prompts"] * self.args.group_size
+            values["stopped"] = f"{row['val/num_stop_token_ids']}/{responses}"
+        for key, name in PROGRESS.items():
+            if row.get(key) is not None:
+                values[name] = f"{row[key]:.3g}"
         self.values |= values
         self.progress.n = step
         self.progress.set_postfix(self.values)
         if self.progress.disable:
             line = ", ".join(map("=".join, values.items()))
-            print(f"step {step} of {total}: {line}", flush=True)
-        if trains_on_scores and step == 1 and not stopped and self.args.non_stop_penalty:
-            penalty = self.args.penalty_reward_value or 0.0
-            if row["objective/scores"] == penalty:  # else rewards below 0 remain
-                warn(
-                    f"step 1: no response stops, so all scores are {penalty:g} by --non_stop_penalty, whatever the "
-                    "rewards: try a higher --max_response_length, or prompts that ask for shorter answers"
-                )
+            print(f"step {step} of {self.progress.total}: {line}", flush=True)
+        if step == 1 and "val/sampled_prompts" in row:
+            self._warn_if_nothing_stops(row)
         if step:
             self._warn_of_troubles()
 
+    def _minutes_left(self, row: dict) -> int:
+        """Return how many minutes the run still takes; after the first step, print how to make a long
+        run on a CPU shorter.
+        """
+        step = row["step"]
+        steps_left = self.progress.total - step
+        evaluations = math.ceil(steps_left / max(1, self.args.eval_every)) * self.evaluation
+        seconds = fmean(each["time/step"] for each in self.latest)
+        minutes = math.ceil((seconds * steps_left + evaluations) / 60)
+        if step == 1 and self.world.device.type == "cpu" and minutes > PATIENCE:
+            steps = max(1, int((60 * PATIENCE - evaluations) / seconds))
+            size = row.get("episode", 0) * steps
+            shorter = f"; --total_episodes {size} ends in {PATIENCE}" if size else ""
+            say(f"on this machine the run takes about {minutes} minutes{shorter}")
+        return minutes
+
+    def _warn_if_nothing_stops(self, row: dict) -> None:
+        """Warn if --non_stop_penalty has replaced all scores of the first step."""
+        penalty = self.args.penalty_reward_value or 0.0
+        if row["val/num_stop_token_ids"] or not self.args.non_stop_penalty:
+            return
+        if row["objective/scores"] == penalty:  # otherwise rewards below 0 are left
+            warn(
+                f"step 1: no response stops, so all scores are {penalty:g} by --non_stop_penalty, whatever the "
+                "rewards: try a higher --max_response_length, or prompts that ask for shorter answers"
+            )
+
     def _warn_of_troubles(self) -> None:
-        """Warn, once per run, of what is amiss in ten steps in a row."""
+        """Warn, once per run, of a trouble that ten steps in a row have."""
         if len(self.latest) != self.latest.maxlen:
             return
         # (steps,), NaN for None
         column = lambda name: np.array([row.get(name) for row in self.latest], dtype=float)
-        alike = column("val/zero_std_fraction")
-        stops = column("val/num_stop_token_ids")
-        cut_off = column("reward/cut_off")
-        stopped = column("reward/stopped")
+        equal_scores = column("val/zero_std_fraction") == 1
+        no_stops = column("val/num_stop_token_ids") == 0
+        cut_off_is_best = column("reward/cut_off") > column("reward/stopped")
         troubles = {
-            "all responses to a prompt score alike: try another --temperature": alike == 1,
-            "no response stops: try a higher --max_response_length": stops == 0,
-            "cut-off responses score best: try a lower --penalty_reward_value": cut_off > stopped,
+            "all responses to a prompt score alike: try another --temperature": equal_scores,
+            "no response stops: try a higher --max_response_length": no_stops,
+            "cut-off responses score best: try a lower --penalty_reward_value": cut_off_is_best,
         }
         for trouble, found in troubles.items():
             if found.all() and trouble not in self.warned:
@@ -210,27 +221,27 @@ class RunLog:
                 warn(f"steps {self.latest[0]['step']} to {self.latest[-1]['step']}: {trouble}")
 
     def samples(self, step: int, rows: list[dict], name: str = "samples.jsonl") -> None:
-        """Append rows to samples.jsonl, or to held_out.jsonl, which has those of evaluations."""
+        """Append rows to samples.jsonl, or to held_out.jsonl for samples of an evaluation."""
         if self.world.main:
             append(f"{self.folder}/{name}", [{"step": step, **as_logged(row)} for row in rows])
 
     def table(self, step: int, rows: list[dict]) -> None:
-        """Print the first held-out samples; track all of them, which have the same columns, as a
-        table.
+        """Print the first samples of an evaluation; track all of them as a table. They have the same
+        columns.
         """
         if not self.world.main:
             return
         self.lengths(step, "held-out samples", [row["length"] for row in rows if "length" in row])
-        rows = [
+        shown = [
             as_logged({name: x for name, x in row.items() if name not in ("length", "turns")})
             for row in rows
         ]
-        for row in rows[:4]:
+        for row in shown[:4]:
             say(f"held-out sample after step {step}")
             for name, x in row.items():
                 say(f"    {name}: {shortened(x)}")
-        values = [list(row.values()) for row in rows]
-        table = lambda library: library.Table(columns=list(rows[0]), data=values)
+        values = [list(row.values()) for row in shown]
+        table = lambda library: library.Table(columns=list(shown[0]), data=values)
         self.track(lambda library: library.log({"samples": table(library)}, step=step))
 
     def draw(self) -> None:
@@ -238,30 +249,33 @@ class RunLog:
         if not self.world.main:
             return
         try:
+            from plumbing.run.curves import plot_curves
+
             plot_curves({"": read_log(self.folder)}, f"{self.folder}/curves.png")
         except Exception as error:
             warn(f"{self.folder}/curves.png: {first_line(error)}")
 
     def close(self, message: str) -> None:
-        """End the progress bar and the tracking, print `message` and the held-out results, and draw
-        curves.png.
-        """
+        """End the log: print `message` and the held-out results, draw curves.png, end --track."""
         begin_phase("end", self.world)
         if not self.world.main:
             return
         self.progress.close()
-        print(message, flush=True)  # before the picture, as drawing it may be interrupted
+        print(message, flush=True)  # before drawing, which may be interrupted
         self.draw()
         rows = list(read_log(self.folder))
-        of_sets = {name: None for row in rows for name in row if name.startswith("eval/accuracy/")}
-        names = {key: f"held-out accuracy of {key.split('/', 2)[2]}" for key in of_sets}
-        for key, name in (CURVES | names).items():
+        titles = {key: title for key, title in CURVES.items() if key.startswith("eval/")}
+        for row in rows:
+            for key in row:
+                if key.startswith("eval/accuracy/"):
+                    titles[key] = f"held-out accuracy of {key.removeprefix('eval/accuracy/')}"
+        for key, title in titles.items():
             values = [
                 f"{row[key]:.3f} at step {row['step']}" for row in rows if row.get(key) is not None
             ]
-            if values and key.startswith("eval/"):
-                # One if there is only one.
-                print(f"{name}: {', '.join(dict.fromkeys((values[0], values[-1])))}")
+            if values:
+                first_and_last = dict.fromkeys((values[0], values[-1]))  # one if they are the same
+                print(f"{title}: {', '.join(first_and_last)}")
         self._print_answers()
         if os.path.exists(path := f"{self.folder}/curves.png"):
             print(f"curves: {path}", flush=True)
@@ -284,8 +298,8 @@ class RunLog:
 
 
 def shortened(x: Any) -> str:
-    """Return a value for the console, of a long text both ends: the question ends a prompt, the
-    answer a response.
+    """Return a value as text for the console. A long text keeps both ends: a prompt ends with the
+    question, a response with the answer.
     """
     text = f"{x:g}" if isinstance(x, float) else str(x)
     return text if len(text) <= 400 else f"{text[:200]} ... {text[-200:]}"
@@ -302,9 +316,10 @@ def check_track(name: str) -> None:
 
 
 def as_logged(row: dict) -> dict:
-    """Return a row as logs have it: None for what is not finite, and reward sources by short names.
+    """Return a row as it is logged: None for what is not finite, and reward sources by short names.
 
-    These have no folders, users, passwords and queries, unless two of them would be the same.
+    A short name has no folder, user, password or query. Where two short names would be the same,
+    the second one stays long.
     """
     logged = {}
     for key, x in row.items():
@@ -315,7 +330,7 @@ def as_logged(row: dict) -> dict:
 
 
 def replace_file(path: str, text: str) -> None:
-    """Write a file that has its old or its new content at any instant."""
+    """Write a file. At any instant it has its old or its new content."""
     Path(f"{path}.tmp").write_text(text, "utf-8")
     os.replace(f"{path}.tmp", path)
 
@@ -327,8 +342,8 @@ def append(path: str, rows: list[dict]) -> None:
 
 
 def read_log(folder: str, name: str = "metrics.jsonl") -> Iterator[dict]:
-    """Yield the rows of a log of a run, none if there is no log, without a last line that a kill
-    cut short; raise a UserError if another line cannot be read.
+    """Yield the rows of a run's log, none if there is no log. A last line that a kill cut short is
+    left out; raise a UserError if another line cannot be read.
     """
     path = Path(folder, name)
     if path.exists():
@@ -347,44 +362,8 @@ def read_args(folder: str) -> dict:
 
 
 def without_secrets(flags: dict) -> dict:
-    """Return flags for others to see: addresses without user, password and query, where keys
-    stand.
+    """Return flags for others to see: their addresses have no user, password or query, which may
+    hold keys.
     """
     address = r"(?<=://)(?:[^\s\"\\/?#]*@)?([^\s\"\\?#]*)[^\s\"\\]*"
     return json.loads(re.sub(address, r"\1", json.dumps(flags)))
-
-
-def plot_curves(runs: dict[str, Iterable[dict]], path: str, metrics: tuple[str, ...] = ()) -> None:
-    """Draw curves into a picture: a panel per metric, a color per run.
-
-    Args:
-        runs: rows of metrics.jsonl by the name of the run.
-        path: its ending names the format, such as .png, .svg or .pdf.
-        metrics: what to draw, as in metrics.jsonl; default: the CURVES that the runs have.
-    Raises:
-        ValueError: if there is nothing to draw.
-    """
-    from matplotlib.figure import Figure
-    from pandas import DataFrame
-
-    shown = metrics or CURVES
-    tables = [DataFrame(rows, columns=["step", *shown]).set_index("step") for rows in runs.values()]
-    drawn = [key for key in shown if any(table[key].notna().any() for table in tables)]
-    if not drawn:
-        raise ValueError("there is nothing to draw")
-    width = min(4, len(drawn))
-    height = math.ceil(len(drawn) / width)
-    figure = Figure((4 * width, 2.8 * height), layout="constrained")  # requires no display
-    for place, key in enumerate(drawn, 1):
-        axis = figure.add_subplot(height, width, place)
-        for table in tables:
-            # A single value has no line.
-            axis.plot(table[key].dropna(), marker=".", markersize=4)
-        if "accuracy" in key:
-            axis.set_ylim(-0.02, 1.02)  # shows a line at 1, too
-        axis.set_title(CURVES.get(key, key), loc="left", fontsize=10)
-        axis.locator_params("x", integer=True)
-        axis.grid(color="#ecebe6")
-    if len(runs) > 1:
-        figure.legend(axis.lines, runs, loc="outside lower left", ncols=4, frameon=False)
-    figure.savefig(path, dpi=130)

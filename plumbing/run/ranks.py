@@ -1,5 +1,5 @@
-"""Errors, waits and signals of a rank: messages of failures and of phases that take too long, and
-interruption.
+"""Errors, long waits and signals of a rank: what a failure prints and its exit code, tracebacks of a
+phase that takes too long, and the interruption of a run.
 """
 
 import contextlib
@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 import traceback
+from dataclasses import dataclass
 from types import FrameType
 from typing import Callable, Iterator
 
@@ -25,27 +26,36 @@ OUT_OF_MEMORY = (  # printed where a torch.OutOfMemoryError ends a run
     "a GPU is out of memory: lower --micro_batch_tokens or --generation_batch_size, "
     "shard the models (--shard fsdp or fsdp_offload), or train adapters (--lora_rank 32)"
 )
-phase = "start"  # of the run that this process is in
-on_error: Callable[[], str] = str  # called after an exception in `main`; returns what to say of it
+
+
+@dataclass
+class Status:
+    """What this process does now, for messages of failures."""
+
+    phase: str = "start"
+    # Called after an exception: saves what it can, and returns what to say about it.
+    rescue: Callable[[], str] = str
+
+
+status = Status()
 
 
 def begin_phase(name: str, world: World) -> None:
-    """Begin a phase of a run. Where ranks may wait for each other, watch it from now on."""
-    global phase
-    phase = name
+    """Begin a phase of a run, and watch its time if ranks may wait for each other."""
+    status.phase = name
     if world.size > 1:
-        # A second more for each rank, so that tracebacks do not mix on the terminal.
+        # Each rank waits a second more, so that tracebacks do not mix on the terminal.
         faulthandler.dump_traceback_later(STUCK_AFTER + world.rank, repeat=True, file=2)
 
 
 @contextlib.contextmanager
 def report_errors() -> Iterator[None]:
-    """Turn what a command raises into its exit code, and torchrun's report: 2 behind one line for a
-    UserError and for what `as_known` explains, 75 for Interrupted, else a traceback with the rank
-    and the phase.
+    """Turn what a command raises into its exit code.
+
+    A UserError, and what `as_known` explains, prints one line and exits with 2; Interrupted exits
+    with 75. Anything else is raised again, with the rank and the phase, and reported to torchrun.
     """
-    global on_error
-    on_error = str  # not that of a run before in this process
+    status.rescue = str  # an earlier run in this process has left its own
     handler = errors.get_error_handler()  # torchrun's
     handler.initialize()
     try:
@@ -55,7 +65,7 @@ def report_errors() -> Iterator[None]:
     except Exception as error:
         if not isinstance(error, UserError):
             place = f"rank {os.environ.get('RANK', '0')} of {os.environ.get('WORLD_SIZE', '1')}, "
-            place += f"in the phase {phase!r}{on_error()}"
+            place += f"in the phase {status.phase!r}{status.rescue()}"
             known = as_known(error, place)
             if known is None:
                 error.add_note(f"({place})")
@@ -73,8 +83,10 @@ def report_errors() -> Iterator[None]:
 
 
 def as_known(error: Exception, place: str) -> UserError | None:
-    """Return what a user can do about an error of a library: no memory, a lost connection to
-    another rank, whose message has the cause, or what could not be loaded. None for any other one.
+    """Return what a user can do about an error of a library, or None for an unknown one.
+
+    Known are: too little memory, a lost connection to another rank (whose message has the cause),
+    and what could not be loaded.
 
     Args:
         place: the rank and the phase.
@@ -82,11 +94,11 @@ def as_known(error: Exception, place: str) -> UserError | None:
     if isinstance(error, torch.OutOfMemoryError):
         return UserError(f"{place}: {OUT_OF_MEMORY} ({first_line(error)})", local=True)
     if isinstance(error, dist.DistError) or "gloo/transport" in str(error):
-        # torchrun reports the rank that ended first, in whole seconds, as the root cause.
+        # torchrun takes the rank that ended first for the root cause, and counts whole seconds.
         time.sleep(2)
         reason = "another rank has ended; its message has the reason"
         return UserError(f"{place}: {reason}", local=True)
-    if phase == "load" and isinstance(error, (OSError, ValueError, ImportError)):
+    if status.phase == "load" and isinstance(error, (OSError, ValueError, ImportError)):
         raised = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{os.path.basename(raised.filename)} line {raised.lineno}"
         return UserError(f"{first_line(error)} ({where})", local=True)
@@ -94,22 +106,23 @@ def as_known(error: Exception, place: str) -> UserError | None:
 
 
 class Interrupt:
-    """SIGTERM and SIGINT ask the run to save and exit; a second SIGINT ends it at once, as does any
-    before `can_save`.
+    """SIGTERM and SIGINT ask the run to save and exit. A second SIGINT ends it at once, and so does
+    any signal before `can_save`.
 
-    `requested` is this process's flag and is polled where ranks run independently (generation).
-    `agreed` is collective and is asked where ranks meet, so that all of them leave at the same
+    `requested` is this process's flag, for places where ranks run independently (generation).
+    `agreed` is a collective, for places where ranks meet, so that all of them leave at the same
     place.
     """
 
     def __init__(self, world: World):
         self.world = world
         self.requested = False
-        # Set once the run polls: before that, it may wait for a server or load for minutes.
+        # Set once the run looks at `requested`. Before, it may load, or wait for a server, for
+        # minutes.
         self.can_save = False
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._handle)
-        # A library's forked process may wait for a lock, where Python would not call the handler.
+        # A process that a library forks may wait for a lock, where Python calls no handler.
         os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
@@ -118,10 +131,10 @@ class Interrupt:
         saves = "the run exits as soon as it has saved a checkpoint; Ctrl-C ends it at once"
         line = saves if self.can_save else "the run exits before its first step; nothing is lost"
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            # Print may be what was interrupted.
+            # The signal may have interrupted a print.
             os.write(2, f"\n{signal.Signals(signum).name}: {line}\n".encode())
         if not self.can_save:
-            # An exception could be caught, or wait for threads, wherever it is raised.
+            # An exception could be caught anywhere, or wait for threads.
             os._exit(EXIT_INTERRUPTED)
         self.requested = True
 

@@ -11,27 +11,34 @@ from transformers import PreTrainedTokenizerBase
 import utils
 from plumbing.data.cache import LISTS, column
 from plumbing.models import loading, speed
-from plumbing.run import checkpoints, ranks, resume
+from plumbing.run import checkpoints, folder, ranks
 from plumbing.run.log import RunLog, as_logged, check_track
 
 if TYPE_CHECKING:  # imported where a flag or a function asks for it
     from datasets import Dataset
 
-    from extras.vllm.engine import VllmSampling
+    from extras.vllm.sampling import VllmSampling
 
 
 class Run:
-    """The life of a run. `state` holds what the next step depends on besides weights and
-    optimizers, and is saved with them: the step, and the entries that the script adds and reads by
-    `state.get(name, default)`.
+    """The life of a run.
 
-    A checkpoint is saved before its step's row of metrics.jsonl is written, and holds that row, so
-    that a kill at any instant leaves neither a row without its step nor a step without its row.
+    A checkpoint holds the row of metrics.jsonl of its step, and is saved before that row is
+    written. So a kill at any instant leaves neither a row without its step nor a step without its
+    row.
+
+    Attributes:
+        state: what the next step depends on besides weights and optimizers, and what a checkpoint
+            saves with them: the step, and the entries that the script adds and reads by
+            `state.get(name, default)`.
     """
 
     def __init__(self, args: Any, script: str, world: utils.World):
-        """Find the run's folder and the checkpoint to continue from (`checkpoint` or None); create
-        nothing.
+        """Find the run's folder and the checkpoint to continue from, without creating anything.
+
+        Args:
+            args: the flags of a script: those of plumbing.cli.RunArgs, and more.
+            script: path of the script.
         """
         ranks.begin_phase("load", world)
         utils.say(f"Loopwise {utils.VERSION}: loading {args.model}")
@@ -39,10 +46,10 @@ class Run:
         self.script = script
         self.world = world
         self.interrupt = ranks.Interrupt(world)
-        self.origin = world.on_main(resume.find_origin, args, script)
+        self.origin = world.on_main(folder.find_origin, args, script)
         self.folder = self.origin.folder
         self.checkpoint = self.origin.checkpoint
-        # None where a step reads pairs, which are no episodes
+        # None for a script whose steps read pairs and sample nothing.
         self.prompts_per_step = getattr(args, "rollout_batch_size", None)
         if args.track:
             world.on_main(check_track, args.track)
@@ -72,8 +79,8 @@ class Run:
         self.models = models
         self.optimizers = optimizers
         self.engine = engine
-        # metrics: of the step. results: of its evaluation; held_out: samples of it; evaluated: it
-        # is done or not due.
+        # metrics: the step's. results, held_out: metrics and samples of the step's evaluation.
+        # evaluated: whether that evaluation is done, or not due.
         self.state: dict[str, Any] = {
             "step": 0,
             "seconds": 0.0,
@@ -88,7 +95,7 @@ class Run:
             )
         step = self.state["step"]
         self.world.on_main(
-            resume.open_folder, self.origin, self.args, self.script, self.world.size, step
+            folder.open_folder, self.origin, self.args, self.script, self.world.size, step
         )
         self.log = RunLog(self.folder, self.origin.run_id, self.args, self.world, total_steps, step)
         dtype = loading.precision(self.args.precision, self.world.device).frozen_dtype
@@ -96,16 +103,17 @@ class Run:
         self.clock = utils.Clock(self.world, self.state["seconds"])
         for optimizer in optimizers.values():
             optimizer.adam.register_step_pre_hook(lambda *_: self.state.update(whole=False))
-        ranks.on_error = self.rescue
+        ranks.status.rescue = self.rescue
 
     def check_rows(
         self, rows: "Dataset", held_out: "Dataset", supervised: "Dataset | None" = None
     ) -> None:
-        """Print how long rows are and how often they are read; warn if they are not the ones before
-        --resume.
+        """Print how long the rows are and how often they are read; warn if they have changed since
+        the run was interrupted.
 
         Args:
-            rows: what steps read, prompts or pairs. supervised: further ones to train on.
+            rows: the rows that steps read, prompts or pairs.
+            supervised: further rows to train on.
         """
         named = {"rows to train on": rows, "held-out rows": held_out, "supervised rows": supervised}
         for name, part in named.items():
@@ -131,18 +139,17 @@ class Run:
             )
 
     def steps(self) -> Iterator[int]:
-        """Yield the number of each step that is left, from 1 on.
+        """Yield the number of each step that is left; the first step of a run is 1.
 
-        Between two steps: evaluate, save when it is due, log, and leave on a signal. An interrupted
-        run continues here.
+        Between two steps: evaluate and save if they are due, log, and leave if a signal has come. An
+        interrupted run continues here.
         """
         self.interrupt.can_save = True
         while True:
             step = self.state["step"]
             every = self.args.save_every
             last = step >= self.total_steps
-            # Until an optimizer changes weights, a checkpoint has to hold the models and these
-            # counters.
+            # A checkpoint can be saved until an optimizer changes weights. It holds these counters.
             counters = {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
             self.state.update(whole=True, optimizers=counters)
             if not self.state["evaluated"]:
@@ -165,6 +172,7 @@ class Run:
         self.log.close(f"model: {self.folder}/final")
 
     def _evaluate(self, step: int) -> None:
+        """Evaluate if it is due, put the results into `state`, and save the best model so far."""
         results = {}
         held_out = []
         every = self.args.eval_every
@@ -200,7 +208,7 @@ class Run:
                 counts["episode"] = step * responses
             self.log.log(counts | metrics)
         self.log.samples(step, self.state["held_out"], "held_out.jsonl")
-        if self.state["results"] and step < self.total_steps:  # `RunLog.close` draws the end
+        if self.state["results"] and step < self.total_steps:  # `RunLog.close` draws at the end
             self.log.draw()
 
     def phase(self, name: str) -> None:
@@ -209,7 +217,8 @@ class Run:
         self.log.phase(name)
 
     def show_ended(self, key: tuple, ended: int, total: int) -> None:
-        """Show how many responses of a rollout have ended on this rank, if the run waits for it.
+        """Show how many responses of a rollout have ended on this rank, if the run waits for this
+        rollout.
 
         Args:
             key: of the rollout, see `plumbing.rollout.batch.Sampler.rollout`.
@@ -224,10 +233,10 @@ class Run:
         """End a step.
 
         Args:
-            metrics: to be logged with those of the clock and of an evaluation. samples: rows for
-                samples.jsonl.
-            tokens: of the step's sequences, over all ranks. trained_tokens: of those that its updates
-                read, a sequence once for each.
+            metrics: of the step; the clock's and an evaluation's are logged with them.
+            samples: rows for samples.jsonl.
+            tokens: number of tokens of the step's sequences, over all ranks.
+            trained_tokens: the same, of a sequence once for each update that reads it.
             state: entries of `self.state` for the next step.
         """
         metrics = metrics | self.clock.metrics(tokens)
@@ -239,9 +248,7 @@ class Run:
         self.log.samples(self.state["step"], samples)
 
     def save(self, best: bool = False) -> None:
-        """Save a checkpoint after `state["step"]` steps, or the model alone in
-        checkpoints/best/.
-        """
+        """Save a checkpoint of `state["step"]`, or only the model, in checkpoints/best/."""
         self.phase("save")
         self.state["seconds"] = self.clock.total()
         optimizers = {} if best else self.optimizers
@@ -251,10 +258,11 @@ class Run:
         )
 
     def rescue(self) -> str:
-        """Save a checkpoint after an exception if no weight has changed since `state["step"]`; say
-        so.
+        """Save a checkpoint after an exception, if no weight has changed since `state["step"]`; return
+        what to say about it.
 
-        Rank 0 saves alone, as others may wait in a collective or have ended: nothing of shards.
+        Rank 0 saves without the other ranks, which may wait in a collective or have ended. So
+        shards cannot be saved.
         """
         step = self.state["step"]
         shards = isinstance(next(self.models[""].parameters()), DTensor)

@@ -13,6 +13,7 @@ from plumbing.data.mixture import load_prompts, load_train_and_eval, mix
 from plumbing.models import loading
 from plumbing.models.sharding import Sharding
 from plumbing.models.speed import Decoding
+from plumbing.models.tokenizer import check_can_read, check_same_tokens, load_tokenizer_and_stop_ids
 from plumbing.rewards.sources import RewardSources, check_reference
 from plumbing.rollout import engines
 from plumbing.rollout.batch import Sampler
@@ -80,7 +81,7 @@ def set_up(
     """
     world = utils.setup_processes()
     run = Run(args, script, world)
-    tokenizer, stop_ids = loading.load_tokenizer_and_stop_ids(args)
+    tokenizer, stop_ids = load_tokenizer_and_stop_ids(args)
     conversations = load_conversations(args, tokenizer, stop_ids)
     ends = {"responses": stop_ids, "prompts": [], None: None}[learn]
     prompts, eval_prompts = load_train_and_eval(
@@ -88,9 +89,9 @@ def set_up(
     )
     ptx_rows = load_supervised(args, tokenizer, stop_ids) if getattr(args, "ptx_coef", 0) else ()
     if getattr(args, "value_model", ""):
-        loading.check_can_read("--value_model", args.value_model, tokenizer)
+        check_can_read("--value_model", args.value_model, tokenizer)
     if getattr(args, "teacher", ""):
-        loading.check_same_tokens("--teacher", args.teacher, args.model)
+        check_same_tokens("--teacher", args.teacher, args.model)
     scored = eval_prompts if learn else prompts
     reward_sources = RewardSources(args, tokenizer, scored, conversations is not None)
 

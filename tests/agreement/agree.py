@@ -39,9 +39,9 @@ import grpo
 import ppo
 import rloo
 import utils
-from plumbing.models import loading
+from plumbing.models import tokenizer
 from plumbing.rollout.batch import Batch, Experience, Sample
-from plumbing.run import evaluation, setup
+from plumbing.run import setup
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
 PROMPTS = 3
@@ -441,12 +441,12 @@ def gradient_of_parameters(
         (setup, "Run", lambda *_: run),
         (setup, "RewardSources", mock.MagicMock()),
         (module, "CHUNK_TOKENS", 11),
-        (evaluation, "batch_metrics", lambda *_: {}),
+        (module, "batch_metrics", lambda *_: {}),
         (utils.Optimizer, "step", update),
-        (loading, "load_tokenizer", mock.MagicMock()),
-        (loading, "stop_token_ids", lambda *_: [1]),
-        (loading, "check_can_read", lambda *_: None),
-        (loading, "read_tokenizer", mock.MagicMock()),
+        (tokenizer, "load_tokenizer", mock.MagicMock()),
+        (tokenizer, "stop_token_ids", lambda *_: [1]),
+        (tokenizer, "read_tokenizer", mock.MagicMock()),
+        (tokenizer, "vocabulary_difference", lambda *_: ""),
         (setup, "load_train_and_eval", lambda *_: ([{"query": []}], [])),
     ):
         replaced.enter_context(mock.patch.object(owner, name, value))

@@ -29,8 +29,8 @@ SIGNALS = ("SIGKILL", "SIGTERM SIGINT")  # of a run, one drawn each time
 # What the random instants come after: functions, each with the number of calls from which one is
 # drawn.
 RUNNING = {
-    "resume.find_origin": 1,
-    "resume.open_folder": 1,
+    "folder.find_origin": 1,
+    "folder.open_folder": 1,
     "checkpoints.save_checkpoint": 2,
     "checkpoints.save_model": 4,
     "torch.distributed.checkpoint.save": 2,
@@ -41,7 +41,7 @@ RUNNING = {
     "utils.Optimizer.step": 6,
 }
 LOADING = {"checkpoints.load_checkpoint": 1, "checkpoints.load_optimizer": 1}  # a checkpoint
-OF_RANK_0 = {"resume.find_origin", "resume.open_folder", "os.rename", "log.append"}
+OF_RANK_0 = {"folder.find_origin", "folder.open_folder", "os.rename", "log.append"}
 SAMPLING = {"grpo.generate": 4, "sources.Scoring.finish": 4, "grpo.forward_batch": 3}
 GAME = {"environment": helpers.GAME, "reward": "episode", "max_response_length": 30}
 RANKS = {"micro_batch_tokens": 200, "num_epochs": 1}

@@ -19,7 +19,7 @@ def base(tmp_path_factory) -> dict:
 
 
 PHASES = {  # where a rank ends -> the phase that it is in
-    "loading.load_tokenizer:1": "load",
+    "tokenizer.load_tokenizer:1": "load",
     "loading.load_model:2": "load",  # the reference
     "torch.searchsorted:3": "evaluation",
     "sources.Scoring.finish:3": "rollout",

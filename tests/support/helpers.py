@@ -297,7 +297,7 @@ def _main(script: str, flags: list[str], log: str, environment: dict, place: str
         place()
     elif place:
         _signal_at(place)
-    run_log.plot_curves = lambda *args: None
+    run_log.RunLog.draw = lambda self: None
     run_and_exit(report_errors()(lambda: module.main(cli.parse(module.Args, flags))))
 
 
@@ -525,7 +525,7 @@ def run_here(values: dict | list[str], script: str = "grpo") -> None:
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Workers, "__init__", lambda *args: made.append(args[0]) or begin(*args))
-            patch.setattr(run_log, "plot_curves", lambda *args: None)
+            patch.setattr(run_log.RunLog, "draw", lambda self: None)
             module.main(cli.parse(module.Args, line))
     finally:
         end_workers(*made)

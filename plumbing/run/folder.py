@@ -1,6 +1,4 @@
-"""Where a run begins: its folder, the lock on it, its newest checkpoint, and which flags have
-changed since.
-"""
+"""The folder of a run: where a run begins in it, the lock on it, and the files that describe the run."""
 
 import contextlib
 import fcntl
@@ -25,35 +23,39 @@ from utils import ROOT, VERSION, UserError, as_user_error, warn
 
 
 class Origin(NamedTuple):
-    """Where a run begins: a new folder, or the newest checkpoint of an old one."""
+    """Where a run begins: a new folder, or the newest checkpoint of an old folder."""
 
     folder: str
-    checkpoint: str | None
-    run_id: str  # of the tracker, the same for a resumed run
+    checkpoint: str | None  # a folder
+    run_id: str  # for --track; a resumed run keeps it
 
 
 def run_of(model: str) -> Path | None:
-    """Return the folder of the run that saved a model, as its final/ or one of its checkpoints; None
-    for any other model.
+    """Return the folder of the run that saved a model, in its final/ or a checkpoint; None for any
+    other model.
     """
     folders = Path(os.path.abspath(model)).parents[:2] if os.path.isdir(model) else ()
     return next((folder for folder in folders if (folder / "args.json").exists()), None)
 
 
 def find_origin(args: Any, script: str) -> Origin:
-    """Return where the run begins, and print which flags have changed since. Creates no run folder.
-    For rank 0 alone.
+    """Return where the run begins; with --resume, print which flags have changed. For rank 0 alone.
 
-    The default name consists of the names of script, model (of one that a run saved, the run's) and
-    data set, and the seed. Raises a UserError if the folder exists and --resume is not given, if
-    another process uses it, or if going on would erase what it has.
+    This creates no run folder. The default name of the folder consists of script, model, data set
+    and seed; a model that a run saved has the run's name.
+
+    Args:
+        args: the flags of a script: those of plumbing.cli.RunArgs, model and dataset.
+    Raises:
+        UserError: if the folder exists and --resume is not given, if another process uses the
+            folder, or if the run would erase what is in it.
     """
     model = (run_of(args.model) or Path(args.model)).name
     dataset = Path(args.dataset).name
     name = args.run_name or f"{Path(script).stem}__{model}__{dataset}__{args.seed}"
     with as_user_error(f"--output_dir {args.output_dir}"):
         os.makedirs(args.output_dir, exist_ok=True)
-        tempfile.TemporaryFile(dir=args.output_dir).close()  # can it be written to?
+        tempfile.TemporaryFile(dir=args.output_dir).close()  # raises if it cannot be written to
     folder = os.path.join(args.output_dir, name)
     if not os.path.exists(folder):
         return Origin(folder, None, uuid.uuid4().hex)
@@ -83,12 +85,13 @@ def find_origin(args: Any, script: str) -> Origin:
 
 
 def lock(folder: str) -> None:
-    """Lock a run's folder while this process lives, by a POSIX lock, which forked children do not
-    inherit.
+    """Lock a run's folder while this process lives; raise a UserError if another process has the
+    lock.
 
-    Raises a UserError if another process has the lock. A file system without locks is not an error.
+    Forked children do not inherit a POSIX lock. A file system without locks is not an error.
     """
-    file = os.open(f"{folder}/.lock", os.O_WRONLY | os.O_CREAT)  # closing it would give up the lock
+    # Never closed: that would give up the lock.
+    file = os.open(f"{folder}/.lock", os.O_WRONLY | os.O_CREAT)
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
@@ -100,16 +103,16 @@ def lock(folder: str) -> None:
 
 
 def as_json(args: OutputArgs) -> dict:
-    """Return flags as they come back from a JSON file, with lists for tuples."""
+    """Return flags as a JSON file would return them, with lists in place of tuples."""
     return json.loads(json.dumps(asdict(args)))
 
 
 def open_folder(origin: Origin, args: OutputArgs, script: str, ranks: int, step: int) -> None:
-    """Make the run's folder, or bring the old one to the state of its checkpoint; write args.json.
+    """Make the run's folder, or bring an old folder to the state of its checkpoint; write args.json.
     For rank 0 alone.
 
     Args:
-        step: of the checkpoint; 0 for a new run.
+        ranks: number of ranks. step: step of the checkpoint; 0 for a new run.
     """
     folder = origin.folder
     if not os.path.exists(folder):
@@ -117,8 +120,8 @@ def open_folder(origin: Origin, args: OutputArgs, script: str, ranks: int, step:
         lock(folder)
     for unfinished in Path(folder).glob("checkpoints/.*"):
         shutil.rmtree(unfinished)
-    # Later steps are run again. The checkpoint holds the row of its step, and the samples of its
-    # evaluation: see plumbing.run.run.Run.
+    # Later steps are run again. The row of the checkpoint's step, and the samples of its evaluation,
+    # are in the checkpoint and are logged again: see plumbing.run.run.Run.
     last_steps = {"metrics.jsonl": step - 1, "held_out.jsonl": step - 1, "samples.jsonl": step}
     for name, last in last_steps.items():
         kept = [json.dumps(row) + "\n" for row in read_log(folder, name) if row["step"] <= last]

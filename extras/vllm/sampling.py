@@ -1,0 +1,223 @@
+"""What vLLM's two engines share: how they are asked for responses, and the check of a sync.
+
+extras/vllm/engine.py has the engine in the training process, extras/vllm/servers.py the engine that
+asks servers.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import threading
+from typing import Any, Callable, Coroutine, Iterable
+
+import torch
+from transformers import PreTrainedModel
+
+from plumbing.models.sharding import base_weights
+from plumbing.tasks import run_all
+from utils import first_line
+
+WATCH = "extras.vllm.sampling.WeightWatch"  # vLLM's worker_extension_cls
+# Token ids up to and including a stop token; and by name, a value for each of them.
+Response = tuple[list[int], dict[str, list]]
+
+
+def sampling_settings(seed: int | None, length: int, stop_ids: list[int], args: Any) -> dict:
+    """Return the fields of vLLM's SamplingParams for a response, or a turn of a conversation, of at
+    most `length` tokens. Without a seed it is greedy.
+    """
+    return {
+        "temperature": 0.0 if seed is None else args.temperature,
+        "top_p": args.top_p,
+        "seed": seed,
+        "repetition_penalty": args.repetition_penalty,
+        "min_tokens": args.min_response_length,
+        "max_tokens": length,
+        "stop_token_ids": stop_ids,
+        "ignore_eos": True,
+        "logprobs": 0,
+        "detokenize": bool(args.turn_stop),
+        "stop": list(args.turn_stop),
+        "include_stop_str_in_output": True,
+        # --turn_stop may name a special token: some models end their calls with one.
+        "skip_special_tokens": False,
+    }
+
+
+def policy_steps(spans: Iterable[dict]) -> list[int]:
+    """Return for each token how many steps its policy had trained, from vLLM's spans of weight
+    versions.
+    """
+    return [int(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
+
+
+def sent_weights(model: PreTrainedModel) -> list[tuple]:
+    """Return the `base_weights` that a sync sends: all except those that are tied to another one."""
+    tied = model.all_tied_weights_keys
+    return [entry for entry in base_weights(model) if entry[0] not in tied]
+
+
+class WeightWatch:
+    """Mixed into vLLM's workers: records which weights a sync has loaded.
+
+    vLLM itself goes on if some weights were not sent, and only logs it.
+    """
+
+    get_model: Callable  # of the worker
+    tied: dict[str, str] = {}
+
+    def tie_weights(self, tied: dict[str, str]) -> None:
+        """Load the tied weights, which no sync sends, from the weights that they are tied to.
+
+        vLLM may compute with a copy of a tied head.
+
+        Args:
+            tied: name of a tied weight -> name of the weight that is sent.
+        """
+        self.tied = tied
+
+    def watch_weights(self) -> None:
+        """Begin to record the names of the weights that are loaded."""
+        model = self.get_model()
+        load = model.load_weights
+        self.loaded: set[str] = set()
+
+        def with_tied(weights: Iterable[tuple[str, torch.Tensor]]):
+            for name, tensor in weights:
+                yield name, tensor
+                yield from ((other, tensor) for other, sent in self.tied.items() if sent == name)
+
+        def load_and_record(weights: Iterable[tuple[str, torch.Tensor]]):
+            names = load(with_tied(weights))
+            self.loaded |= names
+            return names
+
+        model.load_weights = load_and_record
+
+    def missing_weights(self) -> list[str]:
+        """Return the names of the model's weights that were not loaded since the last call."""
+        missing = {name for name, _ in self.get_model().named_parameters()} - self.loaded
+        self.loaded = set()
+        return sorted(missing)
+
+
+def check_sent(of_workers: list[list[str]]) -> None:
+    """Raise RuntimeError if a worker has `missing_weights`."""
+    if missing := sorted(set().union(*of_workers)):
+        raise RuntimeError(
+            f"{len(missing)} of its weights are none of the trained model's: {', '.join(missing[:3])}"
+        )
+
+
+class VllmSampling:
+    """A rollout engine, which samples from a copy of the trained policy.
+
+    Requests are coroutines. Those of all threads run in one event loop, which has a thread of its
+    own. A response depends on its query, its seed (below 2**63) and the weights only.
+    Log-probabilities are those of the distribution that is sampled: after the temperature, top_p
+    and the other limits.
+
+    A subclass defines two methods. `_complete(place, query, settings)` samples one response.
+    `sync(model, step)`, which all ranks call, gives the engine the weights that the model has after
+    a step; requests under way go on with the new weights, as if their tokens so far were the query.
+
+    Attributes:
+        failure: why the engine no longer works, in one line; "" while it works. Run.save_and_exit
+            saves a checkpoint and prints it.
+        about: what the run prints at its start.
+        synced: bytes of weights in the last sync.
+        is_shared: whether several ranks share the engine. Then an interruption does not end a
+            rollout: all these ranks have to make every step of it.
+    """
+
+    _complete: Callable
+    sync: Callable
+    failure = ""
+    about = ""
+    synced = 0
+    is_shared = False
+
+    def __init__(self):
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, daemon=True).start()
+
+    def run(self, work: Coroutine) -> Any:
+        """Run a coroutine in the engine's thread, and return what it returns."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result()
+
+    def run_all(self, calls: Iterable[Coroutine], interrupted: Callable) -> None:
+        """Run coroutines that sample, side by side in the engine's thread. An interruption or a
+        failure cancels them.
+        """
+        self.run(run_all(calls, lambda: self._has_ended(interrupted)))
+
+    def _has_ended(self, interrupted: Callable) -> bool:
+        return bool(self.failure) or interrupted() and not self.is_shared
+
+    @contextlib.contextmanager
+    def _errors_as_failure(self):
+        """Catch an exception, and keep the first one's line in `failure`."""
+        try:
+            yield
+        except Exception as error:  # of any type
+            self.failure = (
+                self.failure or f"vLLM failed ({type(error).__name__}: {first_line(error)})"
+            )
+
+    def generate(
+        self,
+        queries: list[list[int]],
+        seeds: list[int] | None,
+        stop_ids: list[int],
+        args: Any,
+        interrupted: Callable,
+        end: Callable,
+    ) -> None:
+        """Sample a response to each of this rank's queries.
+
+        Args:
+            seeds: one per response; None for greedy responses.
+            end: called when a response has ended, with the place of its query, its token ids and, by
+                name, the values of its tokens. An interruption or a failure leaves responses out.
+        """
+
+        async def respond(place: int, query: list[int], seed: int | None) -> None:
+            length = args.max_response_length
+            response = await self.sample(place, query, seed, length, stop_ids, args, interrupted)
+            if response is not None:
+                end(place, *response)
+
+        calls = map(respond, range(len(queries)), queries, seeds or itertools.repeat(None))
+        self.run_all(calls, interrupted)
+
+    async def sample(
+        self,
+        place: int,
+        query: list[int],
+        seed: int | None,
+        length: int,
+        stop_ids: list[int],
+        args: Any,
+        interrupted: Callable,
+    ) -> Response | None:
+        """Sample a response, or one turn of a conversation; return None after an interruption or a
+        failure.
+
+        It ends with a stop token, with the token that completes one of args.turn_stop, or after
+        `length` tokens.
+
+        Args:
+            place: the same for all turns of a conversation, so that the server that has the earlier
+                turns in its cache gets the next one.
+        """
+        if self._has_ended(interrupted):
+            return None
+        settings = sampling_settings(seed, length, stop_ids, args)
+        return await self._complete(place, query, settings)
+
+    def sleep(self) -> None:
+        """Free the engine's memory until the next `sync`, if the engine can do that."""
+
+    def metrics(self) -> dict[str, float]:
+        """Return the engine's metrics of a step: the GB of the last sync."""
+        return {"rollout/sync_gb": self.synced / 1e9}

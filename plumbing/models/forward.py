@@ -1,0 +1,159 @@
+"""How a causal language model computes: its hidden states, what follows its head, recomputation, the
+attention's kernel and torch.compile; and whether it can train and sample in this way.
+"""
+
+import functools
+import math
+from typing import Any, Callable
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from utils import UserError, as_user_error
+
+# The decode loop needs a cache that left-padded rows share, and that can drop finished rows. These
+# families have no such cache.
+NO_DECODE_LOOP = ("mamba", "minimax", "recurrent_gemma", "openai-gpt")
+# Entries of configurations that scale the logits: the power of the factor.
+LOGIT_FACTORS = {
+    "logit_scale": 1,  # Cohere
+    "lm_head_multiplier": 1,  # Falcon-H1
+    "logits_scaling": -1,  # Granite, MiniCPM
+    "logits_mup_width_multiplier": -1,  # Inkling
+}
+
+
+def last_hidden_states(
+    model: PreTrainedModel, input_ids: Tensor, positions: Tensor | tuple[Tensor, Tensor]
+) -> Tensor:
+    """Return the last hidden states (tokens, H) at some positions of (N, L) token ids.
+
+    Args:
+        positions: a mask (N, L), or a tuple of rows and columns.
+    """
+    return body(model)(input_ids=input_ids, use_cache=False).last_hidden_state[positions]
+
+
+def body(model: PreTrainedModel) -> nn.Module:
+    """Return a language model without its head. (Llama 4's decoder includes the head.)"""
+    decoder = model.get_decoder()
+    return getattr(decoder, "model", decoder)
+
+
+def adjusted_logits(logits: Tensor, config: PretrainedConfig) -> Tensor:
+    """Return the logits (..., V) that a model makes of its head's output: its configuration may
+    scale them, or cap them (Gemma).
+    """
+    for name, power in LOGIT_FACTORS.items():
+        factor = getattr(config, name, 1.0)
+        if factor not in (None, 1.0):
+            logits = logits * factor**power
+    softcap = getattr(config, "final_logit_softcapping", None)
+    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+
+
+def recomputed(forward: Callable, *args: Any, **options: Any) -> Any:
+    """Return `forward(*args, **options)`. Only its inputs are kept for the backward pass, which
+    computes it again.
+    """
+    if not torch.is_grad_enabled():
+        return forward(*args, **options)
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **options)
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """Return the decoder blocks of a model. transformers marks them by a class of their own."""
+    return [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]
+
+
+def checkpoint_blocks(model: nn.Module) -> None:
+    """Recompute the decoder blocks of a model in the backward pass (--gradient_checkpointing); raise
+    a UserError if the model has no such blocks.
+
+    transformers recomputes in training mode only. No model here is ever in that mode, as some
+    families then compute something else: phi-3.5-moe draws its experts at random.
+    """
+    blocks = blocks_of(model)
+    if not blocks:
+        raise UserError(
+            f"--gradient_checkpointing: {type(model).__name__} does not support it; use --no-gradient_checkpointing"
+        )
+    for block in blocks:
+        block.forward = functools.partial(recomputed, block.forward)
+
+
+def compile_parts(module: nn.Module) -> None:
+    """Compile, in place, a module's decoder blocks and a policy's `statistics` (--compile).
+
+    A block's `forward` is compiled, not the block: FSDP's and DDP's hooks stay outside of the
+    graph, gradient checkpointing is inside, and parameters keep their names. All blocks share their
+    graphs: one with and one without gradient, each again for a batch of one row.
+    """
+    # DDP's optimizer of graphs would split a block's graph, and refuses recomputation in it.
+    torch._dynamo.config.optimize_ddp = False
+    # The blocks of all models share the limit.
+    compiled = functools.partial(torch.compile, dynamic=True, recompile_limit=64)
+    for block in blocks_of(module):
+        block.forward = compiled(block.forward)
+    if hasattr(module, "statistics"):
+        module.statistics = compiled(module.statistics)  # type: ignore[assignment]
+
+
+def caps_scores(config: PretrainedConfig) -> bool:
+    """Return whether a model caps the scores of its attention, as Gemma 2 does. transformers' sdpa
+    leaves the cap out.
+    """
+    return bool(getattr(config.get_text_config(), "attn_logit_softcapping", None))
+
+
+def set_attention(model: PreTrainedModel, name: str) -> None:
+    """Set the kernel of a model's attention to --attention `name`; raise a UserError if the model
+    does not support it.
+    """
+    # transformers would log this and go on.
+    if not model._can_set_attn_implementation() or name == "sdpa" and caps_scores(model.config):
+        raise UserError(f"--attention {name}: {type(model).__name__} does not support it")
+    with as_user_error(f"--attention {name}"):
+        model.set_attn_implementation(name)
+
+
+@torch.no_grad()
+def check_head(flag: str, model: PreTrainedModel, head: Callable[[Tensor], Tensor]) -> None:
+    """Raise a UserError if the logits that train are not the logits that the model samples from.
+
+    Args:
+        flag: the flag that names the model, with its value.
+        head: hidden states (..., H) -> logits (..., V), as the script computes them to train.
+    """
+    if model.device.type == "meta":  # only rank 0 has the weights
+        return
+    count = min(32, model.config.get_text_config().vocab_size)
+    ids = torch.arange(count, device=model.device)[None]
+    with torch.enable_grad():
+        trained = head(body(model)(input_ids=ids, use_cache=False).last_hidden_state)
+    sampled = model(input_ids=ids, use_cache=False).logits.to(trained.dtype)
+    # A logit of -inf masks a token. NaN stays in, as it is not equal to -inf.
+    largest = sampled[sampled != -math.inf].abs().max().item()
+    if not math.isfinite(largest):
+        raise UserError(
+            f"{flag}: its logits are not finite, so its weights or --precision are to blame"
+        )
+    if not torch.allclose(trained, sampled, rtol=1e-3, atol=1e-3 * largest):
+        raise UserError(
+            f"{flag}: {type(model).__name__} trains by other logits: what changes them is not in `adjusted_logits`"
+        )
+
+
+def check_decodes(flag: str, model: PreTrainedModel, instead: str) -> None:
+    """Raise a UserError for a model of a family of NO_DECODE_LOOP.
+
+    Args:
+        flag: the flag that names the model, with its value. instead: a flag that samples otherwise.
+    """
+    if model.config.model_type in NO_DECODE_LOOP:
+        raise UserError(
+            f"{flag}: {type(model).__name__} cannot sample by the decode loop; use {instead}"
+        )

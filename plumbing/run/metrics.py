@@ -1,0 +1,166 @@
+"""What is logged of a batch of responses: its metrics, and samples of it."""
+
+import math
+from statistics import fmean
+from typing import Any, Callable
+
+import torch
+from torch import Tensor
+
+from plumbing.rewards.sources import RewardSources, is_scored_by
+from plumbing.rollout.batch import Batch
+from utils import Sums, warn
+
+# Mean difference of probabilities above which the engine does not sample from the trained policy.
+# bfloat16 alone was seen to give 0.011.
+MOST_MISMATCH = 0.02
+
+
+def batch_metrics(batch: Batch, reward_sources: RewardSources) -> dict[str, float]:
+    """Return the metrics of a batch: lengths, stops, correctness, the mean and spread of each reward
+    component, and the mean score of the responses that stopped and of those that were cut off.
+
+    The statistics of a source leave out the responses without a score, and those that the source
+    does not score.
+    """
+    components = batch.reward_components
+    correct = correct_responses(batch, reward_sources)
+    missing = torch.stack([components[name].isnan() for name in reward_sources.sources]).any(0)
+    metrics = {
+        "objective/verifiable_correct_rate": correct.nanmean().item(),
+        "val/sequence_lengths": batch.response_mask.sum().item() / len(batch.samples),
+        "val/num_stop_token_ids": int(batch.stopped.sum()),
+        "val/missing_scores": int(missing.sum()),
+    }
+    for name, scores in components.items():
+        scored = scores[scores.isfinite() & batch.scored_by(name)]
+        metrics[f"reward/{name}"] = scored.mean().item()
+        metrics[f"reward_std/{name}"] = scored.std().item() if len(scored) > 1 else math.nan
+        if name in reward_sources.verifiers:
+            metrics[f"reward_correct/{name}"] = (scored >= 1).double().mean().item()
+    if not batch.scores.isnan().all():
+        for end, chosen in (("stopped", batch.stopped), ("cut_off", ~batch.stopped)):
+            if chosen.any():
+                metrics[f"reward/{end}"] = batch.scores[chosen].nanmean().item()
+    return metrics | conversation_metrics(batch)
+
+
+def correct_responses(batch: Batch, reward_sources: RewardSources) -> Tensor:
+    """Return (N,) float64: 1 where the row's first verifier gave 1 or more and the response stopped,
+    else 0.
+
+    NaN where that verifier gave no score, or the row has no verifier: a failed reward does not mean
+    a wrong response.
+    """
+    correct = torch.full_like(batch.stopped, math.nan, dtype=torch.float64)
+    for name in reversed(reward_sources.verifiers):
+        scores = batch.reward_components[name]
+        right = ((scores >= 1) & batch.stopped).double().masked_fill(scores.isnan(), math.nan)
+        correct = torch.where(batch.scored_by(name), right, correct)
+    return correct
+
+
+def conversation_metrics(batch: Batch) -> dict[str, float]:
+    """Return means over the conversations, and the share of each reason for which they ended; {}
+    without conversations.
+    """
+    conversations = [sample.conversation for sample in batch.samples if sample.conversation]
+    if not conversations:
+        return {}
+    from extras.episodes.conversations import STOP_REASONS
+
+    counts = [conversation.metrics() for conversation in conversations]
+    reasons = [conversation.stop_reason for conversation in conversations]
+    means = {f"conversation/{name}": fmean(count[name] for count in counts) for name in counts[0]}
+    shares = {f"stop_reason/{name}": reasons.count(name) / len(reasons) for name in STOP_REASONS}
+    return means | shares
+
+
+def add_rollout(
+    sums: Sums,
+    micro: dict[str, Tensor],
+    logprobs: Tensor,
+    estimate_kl: Callable[[Tensor, Tensor], Tensor] | None = None,
+    updated: bool = False,
+) -> None:
+    """Add to the sums what is logged once for each response of a micro-batch: surprisal, KL to the
+    reference, and the distance of the trainer's log-probabilities from the sampler's.
+
+    Args:
+        micro: (n, T) by name. logprobs: (n, T), of the trainer.
+        estimate_kl: (logprobs, ref_logprobs) -> KL of each token.
+        updated: whether the step has changed the weights that gave `logprobs`. Then `logprobs` are
+            not compared with the sampler's.
+    """
+    m = micro["response_mask"]
+    if not updated:
+        rollout_logprobs = micro["rollout_logprobs"]
+        difference = (logprobs - rollout_logprobs).abs()
+        probability = (logprobs.exp() - rollout_logprobs.exp()).abs()
+        sums.add(m, mismatch=difference, mismatch_probability=probability, compared=m)
+        sums.max(mismatch=torch.where(m, difference, 0.0))
+    sums.add(m, surprisal=-logprobs)
+    sums.add(responses=m.any(1).sum())
+    if estimate_kl and "ref_logprobs" in micro:
+        kl = torch.where(m, estimate_kl(logprobs, micro["ref_logprobs"]), 0.0).sum(1)  # (n,)
+        sums.add(kl=kl.sum(), mean_kl=(kl / m.sum(1).clamp(min=1)).sum())
+
+
+def mismatch_metrics(total: dict[str, float], step: int, batch: Batch) -> dict[str, float]:
+    """Return how far engine and trainer differ, and how old the policies are that sampled the
+    tokens; warn if engine and trainer differ although they have the same weights.
+
+    Args:
+        total: of the sums of `add_rollout`.
+    """
+    metrics: dict[str, float] = {"rollout/staleness": 0}
+    if "policy_steps" in batch.tokens:  # of an engine
+        # distill.py also learns responses of the data set, which no policy has sampled.
+        sampled = batch.response_mask & batch.tokens["rollout_logprobs"].isfinite()
+        ages = (step - 1 - batch.tokens["policy_steps"].double()).where(sampled, math.nan)  # (N, T)
+        newest = ages.nan_to_num(math.inf).amin(1, keepdim=True)
+        metrics = {
+            "rollout/staleness": ages.nanmean().item(),
+            "rollout/staleness_max": ages[sampled].max().item(),
+            "rollout/mixed_policies": (ages > newest).any(1).double().mean().item(),
+        }
+    difference = total["mismatch_probability"] / total["compared"]
+    if difference > MOST_MISMATCH and metrics["rollout/staleness"] == 0:
+        warn(
+            f"step {step}: rollout and trainer differ by {difference:.3f} in a token's mean probability. --top_p, "
+            "--repetition_penalty and --min_response_length do that; else try --precision float32, or "
+            "--rollout_backend hf to see which is wrong"
+        )
+    return metrics | {
+        "rollout/logprob_diff_mean": total["mismatch"] / total["compared"],
+        "rollout/logprob_diff_max": total["max_mismatch"],
+        "rollout/prob_diff_mean": difference,
+    }
+
+
+def sample_rows(batch: Batch, count: int, every: int = 1) -> list[dict]:
+    """Return `count` responses, the first one of each `every`, as rows of samples.jsonl; with their
+    scores and mean advantages.
+    """
+    advantages = batch.tokens.get("advantages")
+    rows = []
+    for i in range(0, len(batch.samples), every)[:count]:
+        sample = batch.samples[i]
+        answer = sample.row.get("answer")
+        row: dict[str, Any] = {
+            "prompt": sample.row["prompt"],
+            "response": sample.text,
+            "answer": answer and str(answer)[:1000],  # the tests of a program may be long
+        }
+        for name, scores in batch.reward_components.items():
+            row[name] = scores[i].item() if is_scored_by(sample.row, name) else math.nan
+        if advantages is not None:
+            row["advantage"] = advantages[i][batch.response_mask[i]].mean().item()
+        if sample.conversation is None:
+            row["stop_reason"] = "stop" if sample.stopped else "length"
+        else:
+            row["stop_reason"] = sample.conversation.stop_reason
+            row["turns"] = sample.conversation.turns
+        row["length"] = len(sample.response)
+        rows.append(row)
+    return rows
