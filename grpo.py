@@ -229,14 +229,14 @@ class Args(
 
 def variant_of(args: Args) -> Variant:
     """Return the settings of --loss, with those that flags override."""
-    flags = {
-        "loss_aggregation": args.loss_aggregation,
-        "advantage_scale": args.advantage_scale,
-        "clip_low": args.clip_low,
-        "clip_high": args.clip_high,
-    }
-    given = {name: value for name, value in flags.items() if value is not None}
-    return VARIANTS[args.loss]._replace(**given)
+    variant = VARIANTS[args.loss]
+    return Variant(
+        variant.token_loss,
+        args.loss_aggregation or variant.loss_aggregation,
+        args.advantage_scale or variant.advantage_scale,
+        variant.clip_low if args.clip_low is None else args.clip_low,
+        variant.clip_high if args.clip_high is None else args.clip_high,
+    )
 
 
 # --------------------------------------------------------------------------------------------------

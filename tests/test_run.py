@@ -45,6 +45,31 @@ METRICS = """
 """.split()
 
 
+def test_main_is_a_function(base, tmp_path):
+    """As in a notebook: it returns, or raises what a command exits for, and can be called again."""
+    values = {**base, "output_dir": str(tmp_path), "reward": (base["reward"],), "run_name": "a"}
+    code = f"""
+import grpo, utils
+args = grpo.Args(**{values!r})
+grpo.main(args)
+try:
+    grpo.main(args)
+except utils.UserError as error:
+    print("raised:", error)
+args.run_name = "b"
+grpo.main(args)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=helpers.ROOT, capture_output=True, text=True, timeout=200
+    )
+    assert f"raised: --run_name a: {tmp_path}/a exists" in done.stdout, done.stderr[-2000:]
+    first, second = (read_lines(tmp_path / name / "metrics.jsonl") for name in "ab")
+    assert done.returncode == 0 and len(first) == len(second) == 5
+    assert [row["objective/scores"] for row in first[1:]] == [
+        row["objective/scores"] for row in second[1:]
+    ]
+
+
 def test_what_a_run_leaves(base, tmp_path):
     """The command as a user types it, from another folder, and every file that the design
     promises.

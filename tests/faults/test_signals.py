@@ -117,6 +117,7 @@ import helpers
 import grpo
 from plumbing import cli
 from plumbing.run import log as run_log
+from plumbing.run.ranks import report_errors
 
 def send(calls):
     if calls == 3 and os.environ["RANK"] == "0":
@@ -129,7 +130,8 @@ passed_on = []
 run_log.RunLog.draw = lambda self: None
 helpers._before("ranks.Interrupt._handle", passed_on.append)
 helpers._before("sources.Scoring.finish", send)
-grpo.main(cli.parse(grpo.Args))
+with report_errors():
+    grpo.main(cli.parse(grpo.Args))
 """
 
 

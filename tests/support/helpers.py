@@ -526,7 +526,7 @@ def run_here(values: dict | list[str], script: str = "grpo") -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Workers, "__init__", lambda *args: made.append(args[0]) or begin(*args))
             patch.setattr(run_log.RunLog, "draw", lambda self: None)
-            module.main(cli.parse(module.Args, line))
+            report_errors()(lambda: module.main(cli.parse(module.Args, line)))()
     finally:
         end_workers(*made)
         for number, handler in handlers.items():
