@@ -18,7 +18,7 @@ from plumbing.data.prompts import (
     render_response,
 )
 from plumbing.models import loading
-from plumbing.models.config import scalar_config
+from plumbing.models.config import positions_of, scalar_config
 from plumbing.models.loading import Precision
 from plumbing.models.sharding import Sharding
 from plumbing.models.tokenizer import (
@@ -57,8 +57,7 @@ class ModelSource:
             raise UserError(
                 f"--reward {name}: is not a reward model, as it has no head for a score (see reward_model.py)"
             )
-        limit = getattr(config.get_text_config(), "max_position_embeddings", None)
-        self.positions = limit or math.inf
+        self.positions = positions_of(name)
         self.stop_ids = stop_token_ids(self.tokenizer, name, "eos")
         # A model of reward_model.py is read at its stop token, another one behind all that its
         # template writes.

@@ -186,7 +186,7 @@ def add_adapter(model: PreTrainedModel, args: Any) -> None:
 
 def load_policy(
     args: ModelArgs,
-    make_policy: Callable[[PreTrainedModel], Any],
+    make_policy: Callable,
     checkpoint: str | None,
     precision: Precision,
     sharding: "Sharding",
@@ -209,7 +209,7 @@ def load_policy(
 def load_frozen(
     flag: str,
     name: str,
-    make_policy: Callable[[PreTrainedModel], Any],
+    make_policy: Callable,
     dtype: torch.dtype,
     sharding: "Sharding",
 ) -> Any:
@@ -224,7 +224,7 @@ def load_frozen(
 
 def load_reference(
     args: Any,
-    make_policy: Callable[[PreTrainedModel], Any],
+    make_policy: Callable,
     policy: nn.Module,
     checkpoint: str | None,
     precision: Precision,

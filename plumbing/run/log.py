@@ -283,17 +283,17 @@ class RunLog:
 
     def _print_answers(self) -> None:
         """Print three held-out prompts with their responses in the first and the last evaluation."""
-        rows = [row for row in read_log(self.folder, "held_out.jsonl") if "response" in row]
-        evaluations = [
-            {row["prompt"]: row["response"] for row in rows if row["step"] == step}
-            for step in sorted({row["step"] for row in rows})
-        ]
+        evaluations: dict[int, dict] = {}  # step: {prompt: response}
+        for row in read_log(self.folder, "held_out.jsonl"):
+            if "response" in row:
+                evaluations.setdefault(row["step"], {})[row["prompt"]] = row["response"]
         if len(evaluations) < 2:
             return
-        prompts = [*evaluations[0]]
+        first, *_, last = evaluations.values()
+        prompts = [*first]
         for prompt in prompts[:: math.ceil(len(prompts) / 3)]:
             print(f"prompt: {shortened(one_line(prompt))}")
-            for name, responses in (("before", evaluations[0]), ("after", evaluations[-1])):
+            for name, responses in (("before", first), ("after", last)):
                 print(f"    {name}: {shortened(one_line(responses[prompt]))}")
 
 
