@@ -201,8 +201,8 @@ def load_policy(
     name = args.model if args.lora_rank else checkpoint or args.model
     model = load_model("--model", name, precision.base_dtype(args), sharding.load_device)
     add_adapter(model, args)
+    check_head(f"--model {args.model}", model)
     policy = make_policy(model)
-    check_head(f"--model {args.model}", model, policy.logits)
     return policy, sharding.wrap(policy)
 
 
@@ -217,9 +217,8 @@ def load_frozen(
     `load_policy`.
     """
     model = load_model(flag, name, dtype, sharding.load_device).requires_grad_(False)
-    policy = make_policy(model)
-    check_head(f"{flag} {name}", model, policy.logits)
-    return sharding.shard(policy)
+    check_head(f"{flag} {name}", model)
+    return sharding.shard(make_policy(model))
 
 
 def load_reference(
