@@ -50,7 +50,7 @@ from plumbing.cli import NonNegativeInt, PositiveFloat, PositiveInt, PositiveSha
 from plumbing.data.mixture import count_steps, take_prompts
 from plumbing.data.rows import Row
 from plumbing.models import loading
-from plumbing.models.forward import adjusted_logits, last_hidden_states
+from plumbing.models.forward import head_logits, last_hidden_states
 from plumbing.models.sharding import model_device, set_gradient_sync
 from plumbing.rollout.batch import (
     Batch,
@@ -221,20 +221,11 @@ class LanguageModel(nn.Module):
         """Return the hidden states (tokens, H) that predict the response tokens: those of the
         positions before.
         """
-        rows, positions = response_mask.nonzero(as_tuple=True)  # (tokens,)
-        return last_hidden_states(self.model, input_ids, (rows, positions - 1))
+        return last_hidden_states(self.model, input_ids, response_mask.roll(-1, 1))
 
     def logprobs(self, hidden: Tensor) -> Tensor:
         """Return the log-probabilities of all next tokens: (..., H) -> (..., V)."""
-        return (self.logits(hidden) / self.temperature).log_softmax(-1)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Apply the model's head, and the scale or cap of its logits, if it has one: (..., H) -> (...,
-        V), float32 or better.
-        """
-        logits = self.model.get_output_embeddings()(hidden)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return adjusted_logits(logits, self.model.config.get_text_config())
+        return (head_logits(self.model, hidden) / self.temperature).log_softmax(-1)
 
 
 class Policy(LanguageModel):

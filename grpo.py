@@ -45,7 +45,7 @@ from plumbing import cli
 from plumbing.cli import Factor, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share
 from plumbing.data.mixture import take_prompts
 from plumbing.data.rows import Row
-from plumbing.models.forward import adjusted_logits, last_hidden_states, recomputed
+from plumbing.models.forward import head_logits, last_hidden_states, recomputed
 from plumbing.models.sharding import model_device, set_gradient_sync, sync_reference
 from plumbing.rewards.sources import reward_weights
 from plumbing.rollout.batch import (
@@ -482,10 +482,9 @@ class Policy(nn.Module):
             "entropies", which have no gradient, and raise where a loss uses them, unless
             `trains_entropy` is set.
         """
-        rows, positions = response_mask.nonzero(as_tuple=True)  # (tokens,)
-        predicted_at = (rows, positions - 1)
-        hidden = last_hidden_states(self.model, input_ids, predicted_at)  # (tokens, H)
-        labels = input_ids[rows, positions]  # (tokens,)
+        predicting = response_mask.roll(-1, 1)  # a token is predicted at the position before
+        hidden = last_hidden_states(self.model, input_ids, predicting)  # (tokens, H)
+        labels = input_ids[response_mask]  # (tokens,)
         statistics = self.statistics
         # In the backward pass logits are computed anew, unless a single chunk holds them all.
         if self.recompute_logits and len(labels) > CHUNK_TOKENS:
@@ -501,21 +500,15 @@ class Policy(nn.Module):
         """Return log-probability and entropy of each token of a chunk, from (chunk, H) and
         (chunk,); see `forward`.
         """
-        logprobs = (self.logits(hidden) / self.temperature).log_softmax(-1)  # (chunk, V)
+        logprobs = (head_logits(self.model, hidden) / self.temperature).log_softmax(
+            -1
+        )  # (chunk, V)
         outputs = {"logprobs": logprobs.gather(-1, labels[:, None])[:, 0]}
         if entropy:
             # A gradient would keep several tensors of the size of the logits.
             kept = logprobs if self.trains_entropy else logprobs.detach()
             outputs["entropies"] = entropy_from_logprobs(kept)
         return outputs
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Apply the model's head, and the scale or cap of its logits, if it has one: (..., H) -> (...,
-        V), float32 or better.
-        """
-        logits = self.model.get_output_embeddings()(hidden)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return adjusted_logits(logits, self.model.config.get_text_config())
 
 
 # --------------------------------------------------------------------------------------------------

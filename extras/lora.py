@@ -8,18 +8,21 @@ from transformers import PreTrainedModel
 
 
 def add_lora(model: PreTrainedModel, args: Any) -> None:
-    """Freeze a model and give each linear layer of its blocks a LoRA adapter (arXiv:2106.09685), by
-    peft.
+    """Freeze a model and give each linear layer of its blocks a LoRA adapter (arXiv:2106.09685), with
+    an alpha of twice --lora_rank.
 
-    Its alpha is twice --lora_rank. A new adapter changes nothing; `checkpoints.load_optimizer`
-    loads a saved one.
+    A new adapter does not change what the model computes. On resume,
+    `checkpoints.load_optimizer` loads the adapter's weights.
+
+    Args:
+        args: flags with model, lora_rank and seed.
     """
     from peft import LoraConfig
 
-    # What is saved names its base, also for those who work in another folder.
+    # A saved adapter names its base by this path, which has to be right from any folder.
     if os.path.isdir(args.model):
         model.name_or_path = os.path.abspath(args.model)
-    # The head of a reward model trains whole; what reads images does not train.
+    # The head of a reward model trains whole. The part that reads images does not train.
     excluded = [
         name
         for name, part in model.named_modules()
@@ -36,12 +39,12 @@ def add_lora(model: PreTrainedModel, args: Any) -> None:
         model.add_adapter(config)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name or name == "score.weight")
-        if parameter.requires_grad:  # the base may have half precision
+        if parameter.requires_grad:  # in float32 or better, if the base has half precision
             parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
 
 
 def forward_without_lora(policy: Any, *inputs: torch.Tensor, **options: Any):
-    """Return what a policy's forward gives without its adapter, as a reference."""
+    """Return what a policy's forward returns without its adapter: that of the reference."""
     policy.model.disable_adapters()
     try:
         return policy(*inputs, **options)

@@ -18,7 +18,7 @@ from plumbing.data.prompts import (
     render_response,
 )
 from plumbing.models import loading
-from plumbing.models.config import scalar_config
+from plumbing.models.config import positions_of, scalar_config
 from plumbing.models.loading import Precision
 from plumbing.models.sharding import Sharding
 from plumbing.models.tokenizer import (
@@ -31,24 +31,27 @@ from utils import UserError, World, first_line, micro_batches, warn
 
 
 class ModelSource:
-    """A reward model, from a folder or the hub, that scores responses in this process: a
-    plumbing.rewards.sources.Source.
+    """A reward model, from a folder or the hub, that scores responses in this process. It has the
+    attributes of a plumbing.rewards.sources.Source.
 
-    One of the policy's vocabulary reads the sampled token ids themselves. Another one, and that of a
-    reward server, reads prompt and response as text, through its tokenizer and chat template, as
-    verl's reward workers do.
+    A model with the policy's vocabulary reads the sampled token ids themselves. Any other model, and
+    the model of a reward server, reads prompt and response as text, through its own tokenizer and
+    chat template, as verl's reward workers do.
     """
 
     verifies = False
     whole = False
-    threads = None  # it scores once all responses are there
+    threads = None  # scores once all responses are there
     most = math.inf
     failure = ""
     warned = False
 
-    def __init__(self, name: str, tokenizer: PreTrainedTokenizerBase):
-        """Raise a UserError if `name` is not a reward model, or cannot read what the policy of
-        `tokenizer` writes; None is for a server, which does not know the policy.
+    def __init__(self, name: str, tokenizer: PreTrainedTokenizerBase | None):
+        """
+        Args:
+            tokenizer: of the policy; None for a server, which does not know the policy.
+        Raises:
+            UserError: if `name` is not a reward model, or cannot read what the policy writes.
         """
         self.name = name
         self.tokenizer = read_tokenizer("--reward", name)
@@ -57,35 +60,39 @@ class ModelSource:
             raise UserError(
                 f"--reward {name}: is not a reward model, as it has no head for a score (see reward_model.py)"
             )
-        limit = getattr(config.get_text_config(), "max_position_embeddings", None)
-        self.positions = limit or math.inf
+        self.positions = positions_of(name)
         self.stop_ids = stop_token_ids(self.tokenizer, name, "eos")
-        # A model of reward_model.py is read at its stop token, another one behind all that its
+        # A model of reward_model.py scores at its stop token, other models behind all that their
         # template writes.
         self.ends_with_stop = hasattr(config, "score_token")
         self.policy = tokenizer
         self.unknown: set[int] = set()
-        difference = tokenizer and vocabulary_difference(tokenizer, self.tokenizer)
-        self.reads_text = difference != ""
-        if not self.reads_text:
-            # The policy's pad token, if it alone has one.
+        self.reads_text = True
+        if tokenizer is None:
+            return
+        difference = vocabulary_difference(tokenizer, self.tokenizer)
+        if not difference:
+            self.reads_text = False
+            # The policy's pad token, if the reward model has none.
             ours, theirs = (set(x.get_vocab().values()) for x in (tokenizer, self.tokenizer))
             self.unknown = ours - theirs
-        elif difference:
-            if tokenizer.chat_template and not self.tokenizer.chat_template:
-                raise UserError(
-                    f"--reward {name}: its vocabulary {difference}, and it has no chat template to read text by"
-                )
-            warn(f"--reward {name}: reads text, as its vocabulary {difference}")
+            return
+        if tokenizer.chat_template and not self.tokenizer.chat_template:
+            raise UserError(
+                f"--reward {name}: its vocabulary {difference}, and it has no chat template to read text by"
+            )
+        warn(f"--reward {name}: reads text, as its vocabulary {difference}")
 
     def load(self, args: Any, precision: Precision, sharding: Sharding | None = None) -> None:
-        """Load the model, in one piece on this process's device without a
-        plumbing.models.sharding.Sharding.
+        """Load the model: as `sharding` says, or else in one piece on this process's device.
+
+        Args:
+            args: flags with micro_batch_tokens.
         """
         self.autocast = precision.autocast
         self.token_budget = args.micro_batch_tokens
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.world = World(0, 1, self.device)  # the ranks that make forward passes together
+        self.world = World(0, 1, self.device)  # ranks that make their forward passes together
         load_device = self.device
         if sharding is not None and sharding.shards_reward_models:
             self.world = sharding.world
@@ -99,20 +106,21 @@ class ModelSource:
 
     @torch.no_grad()
     def score(self, samples: list) -> list[float]:
-        """Return the score of each response, NaN for one that the model cannot read. One thread
-        may call this: see `Scoring.finish`.
+        """Return the score of each response, NaN for a response that the model cannot read.
+
+        Only one thread may call this: see `Scoring.finish`.
         """
         sequences = self.read(samples)
         batches = micro_batches(
             list(map(len, sequences)), self.token_budget, World(0, 1, self.device)
         )
-        # Each rank has cut its sequences; a rank with fewer batches joins the passes of the others.
+        # Each rank has its own batches. A rank with fewer batches joins the passes of the others.
         most = self.world.max(torch.tensor(len(batches), device=self.device)).item()
         scores = [math.nan] * len(samples)
         while len(batches) < most:
             batches.append([])
         for batch in batches:
-            # In place of a sequence that is not there, two tokens that nobody reads.
+            # Two tokens, whose score is dropped, stand for a sequence that is missing.
             rows = [torch.tensor(sequences[i] or [0, 0]) for i in batch] or [torch.tensor([0, 0])]
             input_ids = pad_sequence(rows, batch_first=True).to(self.device)  # (n, L)
             last = torch.tensor([len(row) - 1 for row in rows], device=self.device)
@@ -123,8 +131,8 @@ class ModelSource:
         return scores
 
     def read(self, samples: list) -> list[list[int]]:
-        """Return prompts and responses as token ids of the reward model, [] and `failure` where it
-        cannot read them.
+        """Return prompts and responses as token ids of the reward model. Where it cannot read them
+        this returns [] and sets `failure`.
         """
         sequences = []
         for sample in samples:
@@ -145,8 +153,8 @@ class ModelSource:
         return sequences
 
     def _read_text(self, row: dict, text: str) -> list[int]:
-        """Return prompt and response as token ids by the reward model's template, or as they are
-        without one, as without messages on a server.
+        """Return prompt and response as token ids, by the reward model's template. Without a
+        template, or without messages on a server, the texts stay as they are.
         """
         has_template = self.tokenizer.chat_template is not None
         messages = row["messages"]

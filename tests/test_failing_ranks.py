@@ -57,7 +57,7 @@ HANDLED = {  # what `main` raises in a phase, and the line that the run ends wit
 @pytest.mark.parametrize("phase", HANDLED)
 def test_errors_that_are_one_line(phase, monkeypatch, capsys):
     error, line = HANDLED[phase]
-    monkeypatch.setattr(of_ranks, "phase", phase)
+    monkeypatch.setattr(of_ranks.status, "phase", phase)
     monkeypatch.setattr(of_ranks.time, "sleep", lambda seconds: None)
     assert helpers.refused(capsys, mock.Mock(side_effect=error)).startswith(line)
 

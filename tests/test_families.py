@@ -128,18 +128,15 @@ def test_what_reads_images_stays_as_it_is(tmp_path, script, changes):
 
 def test_an_unknown_head_is_refused(tmp_path, capsys, monkeypatch):
     model = loading.load_model("--model", family_folder("granite", tmp_path), torch.float32, CPU)
-    head = grpo.Policy(model, grpo.Args()).logits
     monkeypatch.setattr("plumbing.models.forward.LOGIT_FACTORS", {})
-    line = helpers.refused(capsys, check_head, "--model there", model, head)
+    line = helpers.refused(capsys, check_head, "--model there", model)
     assert line.endswith(
-        "GraniteForCausalLM trains by other logits: what changes them is not in `adjusted_logits`"
+        "GraniteForCausalLM trains by other logits: what changes them is not in `head_logits`"
     )
     monkeypatch.undo()
-    check_head("--model there", model, head)
+    check_head("--model there", model)
     model.model.norm.register_forward_hook(lambda _, x, y: y + torch.is_grad_enabled())
-    assert "trains by other logits" in helpers.refused(
-        capsys, check_head, "--model there", model, head
-    )
+    assert "trains by other logits" in helpers.refused(capsys, check_head, "--model there", model)
 
 
 @torch.no_grad()

@@ -237,7 +237,7 @@ def test_every_path_but_health_requires_the_key(running, engine, capsys, monkeyp
         monkeypatch.setenv("VLLM_API_KEY", key)
         line = refused(capsys, connect, url)
         assert (
-            f"{url}: /collective_rpc failed" in line
+            f"{url}: /get_world_size failed" in line
             and "VLLM_API_KEY is not the one of the server" in line
         )
 

@@ -108,7 +108,6 @@ class Engine(VllmSampling):
         if stream is not None:
             # A thread has a stream and a device of its own; this sets both.
             self.loop.call_soon_threadsafe(torch.cuda.set_stream, stream)
-        self.llm.collective_rpc("watch_weights")
         self.llm.llm_engine.set_weight_version("0")
         # LLM() leaves one thread, too few for an optimizer on the CPU (--shard fsdp_offload).
         torch.set_num_threads(threads)
@@ -167,7 +166,7 @@ class Engine(VllmSampling):
         with self._errors_as_failure(), torch.compiler.set_stance(self.stance):
             if self.can_sleep:  # does nothing if vLLM is awake
                 self.llm.wake_up(["weights"])
-            self.llm.collective_rpc("tie_weights", args=(model.all_tied_weights_keys,))
+            self.llm.collective_rpc("watch_weights", args=(model.all_tied_weights_keys,))
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": full_tensors})
             check_sent(self.llm.collective_rpc("missing_weights"))
             if self.can_sleep:

@@ -10,7 +10,7 @@ import itertools
 import threading
 from typing import Any, Callable, Coroutine, Iterable
 
-import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from plumbing.models.sharding import base_weights
@@ -51,43 +51,36 @@ def policy_steps(spans: Iterable[dict]) -> list[int]:
     return [int(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
 
 
-def sent_weights(model: PreTrainedModel) -> list[tuple]:
+def sent_weights(model: PreTrainedModel) -> list[tuple[str, Tensor, Any]]:
     """Return the `base_weights` that a sync sends: all except those that are tied to another one."""
     tied = model.all_tied_weights_keys
     return [entry for entry in base_weights(model) if entry[0] not in tied]
 
 
 class WeightWatch:
-    """Mixed into vLLM's workers: records which weights a sync has loaded.
-
-    vLLM itself goes on if some weights were not sent, and only logs it.
+    """Mixed into vLLM's workers: finds out which weights a sync has not loaded. vLLM itself only
+    logs them, and goes on.
     """
 
     get_model: Callable  # of the worker
-    tied: dict[str, str] = {}
 
-    def tie_weights(self, tied: dict[str, str]) -> None:
-        """Load the tied weights, which no sync sends, from the weights that they are tied to.
-
-        vLLM may compute with a copy of a tied head.
+    def watch_weights(self, tied: dict[str, str]) -> None:
+        """Begin to record which weights are loaded.
 
         Args:
-            tied: name of a tied weight -> name of the weight that is sent.
+            tied: name of a tied weight, which no sync sends -> name of the weight that it is tied
+                to. Both are loaded, as vLLM may compute with a copy of a tied head.
         """
-        self.tied = tied
-
-    def watch_weights(self) -> None:
-        """Begin to record the names of the weights that are loaded."""
         model = self.get_model()
         load = model.load_weights
         self.loaded: set[str] = set()
 
-        def with_tied(weights: Iterable[tuple[str, torch.Tensor]]):
+        def with_tied(weights: Iterable[tuple[str, Tensor]]):
             for name, tensor in weights:
                 yield name, tensor
-                yield from ((other, tensor) for other, sent in self.tied.items() if sent == name)
+                yield from ((other, tensor) for other, sent in tied.items() if sent == name)
 
-        def load_and_record(weights: Iterable[tuple[str, torch.Tensor]]):
+        def load_and_record(weights: Iterable[tuple[str, Tensor]]):
             names = load(with_tied(weights))
             self.loaded |= names
             return names
@@ -95,10 +88,10 @@ class WeightWatch:
         model.load_weights = load_and_record
 
     def missing_weights(self) -> list[str]:
-        """Return the names of the model's weights that were not loaded since the last call."""
-        missing = {name for name, _ in self.get_model().named_parameters()} - self.loaded
-        self.loaded = set()
-        return sorted(missing)
+        """Return the names of the model's weights that were not loaded since `watch_weights`."""
+        model = self.get_model()
+        del model.load_weights  # of this object: that of its class is left
+        return sorted({name for name, _ in model.named_parameters()} - self.loaded)
 
 
 def check_sent(of_workers: list[list[str]]) -> None:

@@ -149,7 +149,6 @@ class Servers(VllmSampling):
         if self.world.main:
             print(f"waiting for {self.about}, {SERVER_START:.0f} s at most", flush=True)
             self._ask_all("/health", timeout=10.0, patience=SERVER_START)
-            self._ask_all("/collective_rpc", {"method": "watch_weights"})
             served = [answer["world_size"] for answer in self._ask_all("/get_world_size")]
             *self.first_ranks, size = itertools.accumulate([1, *served])
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -170,7 +169,7 @@ class Servers(VllmSampling):
 
     def start_weight_update(self) -> None:
         self._ask_all("/pause?mode=keep", {})  # requests wait until /resume
-        self._ask_all("/collective_rpc", {"method": "tie_weights", "args": [self.tied]})
+        self._ask_all("/collective_rpc", {"method": "watch_weights", "args": [self.tied]})
         self._ask_all("/start_weight_update", {})
 
     def update_weights(self, update_info: dict) -> None:

@@ -26,15 +26,11 @@ LOGIT_FACTORS = {
 }
 
 
-def last_hidden_states(
-    model: PreTrainedModel, input_ids: Tensor, positions: Tensor | tuple[Tensor, Tensor]
-) -> Tensor:
-    """Return the last hidden states (tokens, H) at some positions of (N, L) token ids.
-
-    Args:
-        positions: a mask (N, L), or a tuple of rows and columns.
+def last_hidden_states(model: PreTrainedModel, input_ids: Tensor, mask: Tensor) -> Tensor:
+    """Return the last hidden states (tokens, H) of (N, L) token ids where the mask (N, L) is set,
+    row by row.
     """
-    return body(model)(input_ids=input_ids, use_cache=False).last_hidden_state[positions]
+    return body(model)(input_ids=input_ids, use_cache=False).last_hidden_state[mask]
 
 
 def body(model: PreTrainedModel) -> nn.Module:
@@ -43,10 +39,14 @@ def body(model: PreTrainedModel) -> nn.Module:
     return getattr(decoder, "model", decoder)
 
 
-def adjusted_logits(logits: Tensor, config: PretrainedConfig) -> Tensor:
-    """Return the logits (..., V) that a model makes of its head's output: its configuration may
-    scale them, or cap them (Gemma).
+def head_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
+    """Return the logits (..., V) of last hidden states (..., H), in float32 or better.
+
+    They are the output of the model's head, scaled or capped (Gemma) as its configuration says.
     """
+    logits = model.get_output_embeddings()(hidden)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    config = model.config.get_text_config()
     for name, power in LOGIT_FACTORS.items():
         factor = getattr(config, name, 1.0)
         if factor not in (None, 1.0):
@@ -121,20 +121,20 @@ def set_attention(model: PreTrainedModel, name: str) -> None:
 
 
 @torch.no_grad()
-def check_head(flag: str, model: PreTrainedModel, head: Callable[[Tensor], Tensor]) -> None:
-    """Raise a UserError if the logits that train are not the logits that the model samples from.
+def check_head(flag: str, model: PreTrainedModel) -> None:
+    """Raise a UserError if `head_logits`, which train, are not the logits that the model samples
+    from.
 
     Args:
         flag: the flag that names the model, with its value.
-        head: hidden states (..., H) -> logits (..., V), as the script computes them to train.
     """
     if model.device.type == "meta":  # only rank 0 has the weights
         return
     count = min(32, model.config.get_text_config().vocab_size)
     ids = torch.arange(count, device=model.device)[None]
     with torch.enable_grad():
-        trained = head(body(model)(input_ids=ids, use_cache=False).last_hidden_state)
-    sampled = model(input_ids=ids, use_cache=False).logits.to(trained.dtype)
+        trained = head_logits(model, last_hidden_states(model, ids, ids >= 0))
+    sampled = model(input_ids=ids, use_cache=False).logits[0].to(trained.dtype)
     # A logit of -inf masks a token. NaN stays in, as it is not equal to -inf.
     largest = sampled[sampled != -math.inf].abs().max().item()
     if not math.isfinite(largest):
@@ -143,7 +143,7 @@ def check_head(flag: str, model: PreTrainedModel, head: Callable[[Tensor], Tenso
         )
     if not torch.allclose(trained, sampled, rtol=1e-3, atol=1e-3 * largest):
         raise UserError(
-            f"{flag}: {type(model).__name__} trains by other logits: what changes them is not in `adjusted_logits`"
+            f"{flag}: {type(model).__name__} trains by other logits: what changes them is not in `head_logits`"
         )
 
 

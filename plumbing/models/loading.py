@@ -186,7 +186,7 @@ def add_adapter(model: PreTrainedModel, args: Any) -> None:
 
 def load_policy(
     args: ModelArgs,
-    make_policy: Callable[[PreTrainedModel], Any],
+    make_policy: Callable,
     checkpoint: str | None,
     precision: Precision,
     sharding: "Sharding",
@@ -201,15 +201,15 @@ def load_policy(
     name = args.model if args.lora_rank else checkpoint or args.model
     model = load_model("--model", name, precision.base_dtype(args), sharding.load_device)
     add_adapter(model, args)
+    check_head(f"--model {args.model}", model)
     policy = make_policy(model)
-    check_head(f"--model {args.model}", model, policy.logits)
     return policy, sharding.wrap(policy)
 
 
 def load_frozen(
     flag: str,
     name: str,
-    make_policy: Callable[[PreTrainedModel], Any],
+    make_policy: Callable,
     dtype: torch.dtype,
     sharding: "Sharding",
 ) -> Any:
@@ -217,14 +217,13 @@ def load_frozen(
     `load_policy`.
     """
     model = load_model(flag, name, dtype, sharding.load_device).requires_grad_(False)
-    policy = make_policy(model)
-    check_head(f"{flag} {name}", model, policy.logits)
-    return sharding.shard(policy)
+    check_head(f"{flag} {name}", model)
+    return sharding.shard(make_policy(model))
 
 
 def load_reference(
     args: Any,
-    make_policy: Callable[[PreTrainedModel], Any],
+    make_policy: Callable,
     policy: nn.Module,
     checkpoint: str | None,
     precision: Precision,

@@ -1,5 +1,5 @@
-"""How fast this machine multiplies matrices and reads memory, measured once, and what the decode loop
-reaches of it.
+"""How fast this machine multiplies matrices and reads memory, measured once; and how close the decode
+loop comes to that.
 """
 
 import functools
@@ -17,7 +17,7 @@ def fastest(work: Callable, device: torch.device) -> float:
     """Return the seconds of the fastest of four calls; a GPU makes each ten times."""
     repeats = 10 if device.type == "cuda" else 1
     seconds = []
-    for _ in range(4):  # the first one loads the kernel
+    for _ in range(4):  # the first call loads the kernel
         begin = time.perf_counter()
         for _ in range(repeats):
             work()
@@ -29,24 +29,25 @@ def fastest(work: Callable, device: torch.device) -> float:
 
 @functools.cache
 def product_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the FLOP/s of a product of two matrices of 4096^2 numbers, with this process's threads.
+    """Return the FLOP/s of a product of two matrices, with this process's threads.
 
-    On a CPU they have 1024^2 numbers, which takes less than half a second.
+    They have 4096^2 numbers on a GPU and 1024^2 on a CPU, where this takes less than half a second.
     """
     size = 4096 if device.type == "cuda" else 1024
-    # Random, as a GPU needs less power for equal numbers; those of the run do not change.
+    # Random numbers, as a GPU needs less power for equal ones; from a generator of their own, so
+    # that the run's random numbers stay the same.
     numbers = torch.Generator().manual_seed(0)
     matrix = torch.randn(size, size, generator=numbers).to(device, dtype)
     return 2 * size**3 / fastest(lambda: matrix @ matrix, device)
 
 
 class Decoding:
-    """Measures the decode loop: its ms per token, and how long its reads of weights and KV cache
+    """Measures the decode loop: its ms per token, and the ms that its reads of weights and KV cache
     take at least.
     """
 
     def __init__(self, model: PreTrainedModel, precision: Precision):
-        """Measure the memory's bandwidth: the sum of the model's largest weight."""
+        """Measure the memory's bandwidth, by summing the model's largest weight."""
         largest = max(model.parameters(), key=torch.Tensor.numel).detach()
         local = largest.to_local() if isinstance(largest, DTensor) else largest
         self.bandwidth = local.nbytes / fastest(local.sum, local.device)  # bytes per second
@@ -63,11 +64,14 @@ class Decoding:
 
     def reset(self) -> None:
         self.seconds = 0.0
-        self.steps = self.cached = 0  # forward passes, and tokens of the cache that they read
+        self.steps = 0  # forward passes
+        self.cached = 0  # tokens of the cache that these passes have read
 
     def timed(self, interrupted: Callable) -> Callable:
-        """Return `interrupted` for a decode loop, to be called after each token: the time between
-        two calls is that of a forward pass, and that of the prompts' pass is not measured.
+        """Return a function for a decode loop to call after each token. It returns `interrupted()`,
+        and measures the time between two calls, which is that of a forward pass.
+
+        The pass over the prompts comes before the first call, and is not measured.
         """
         last = None
 
@@ -83,13 +87,13 @@ class Decoding:
         return call
 
     def ended(self, query: list[int], response: list[int]) -> None:
-        """Count what the forward passes of a response have read of the cache."""
+        """Count the tokens of the cache that the forward passes of a response have read."""
         passes = len(response) - 1
         self.cached += passes * len(query) + passes * (passes + 1) // 2
 
     def metrics(self) -> dict[str, float]:
-        """Return the ms per token since the last call, and their lower bound; nothing if there were
-        none.
+        """Return the ms per token since the last call, and their lower bound; {} if there were no
+        tokens.
         """
         if not self.steps:
             return {}

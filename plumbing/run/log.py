@@ -19,7 +19,6 @@ from typing import Any, Callable, Iterator
 import numpy as np
 from tqdm import tqdm
 
-from plumbing.cli import RunArgs
 from plumbing.run.ranks import begin_phase
 from utils import World, as_user_error, first_line, one_line, say, warn
 
@@ -75,7 +74,7 @@ class RunLog:
         self.warned: set[str] = set()
         self.library: ModuleType | None = None  # of --track
         if args.track:
-            world.on_main(self._track, run_id, args)
+            world.on_main(self._track, run_id)
         # Some CI has a terminal of size 0, without room for a bar.
         terminal = (
             world.main and sys.stderr.isatty() and min(os.get_terminal_size(sys.stderr.fileno()))
@@ -90,8 +89,9 @@ class RunLog:
         self.show_every = 0.5 if terminal else 30.0  # seconds
         self.phase("start")
 
-    def _track(self, run_id: str, args: RunArgs) -> None:
+    def _track(self, run_id: str) -> None:
         """Begin the run in the library that --track names, or continue it there."""
+        args = self.args
         with as_user_error(f"--track {args.track}"):
             library = importlib.import_module(args.track)
             # Weights & Biases continues the run of the same id, trackio the run of the same name.
@@ -283,17 +283,17 @@ class RunLog:
 
     def _print_answers(self) -> None:
         """Print three held-out prompts with their responses in the first and the last evaluation."""
-        rows = [row for row in read_log(self.folder, "held_out.jsonl") if "response" in row]
-        evaluations = [
-            {row["prompt"]: row["response"] for row in rows if row["step"] == step}
-            for step in sorted({row["step"] for row in rows})
-        ]
+        evaluations: dict[int, dict] = {}  # step: {prompt: response}
+        for row in read_log(self.folder, "held_out.jsonl"):
+            if "response" in row:
+                evaluations.setdefault(row["step"], {})[row["prompt"]] = row["response"]
         if len(evaluations) < 2:
             return
-        prompts = [*evaluations[0]]
+        first, *_, last = evaluations.values()
+        prompts = [*first]
         for prompt in prompts[:: math.ceil(len(prompts) / 3)]:
             print(f"prompt: {shortened(one_line(prompt))}")
-            for name, responses in (("before", evaluations[0]), ("after", evaluations[-1])):
+            for name, responses in (("before", first), ("after", last)):
                 print(f"    {name}: {shortened(one_line(responses[prompt]))}")
 
 
