@@ -307,9 +307,9 @@ def test_a_source_without_threads_scores_one_rollout_at_a_time():
         at_once.clear()
         return [1.0]
 
-    source = types.SimpleNamespace(threads=None, whole=False, most=9, score=score)
+    models = {"model": types.SimpleNamespace(whole=False, score=score)}
     sources = types.SimpleNamespace(
-        sources={"model": source}, waited=0.0, lock=threading.Lock(), state={}
+        sources=models, models=models, waited=0.0, lock=threading.Lock(), state={}
     )
 
     def finish(_) -> float:

@@ -33,9 +33,9 @@ from extras.episodes.templates import Call, Turns
 from extras.episodes.worker import EnvironmentFailure, ToolError
 from plumbing.data.prompts import CUT, guarded
 from plumbing.data.rows import Row
+from plumbing.event_loop import run_all
+from plumbing.processes import SECONDS_TO_LOAD
 from plumbing.rewards.sources import reward_weights
-from plumbing.tasks import run_all
-from plumbing.user_code import SECONDS_TO_LOAD
 from utils import ROOT, UserError, as_user_error, generator, warn
 
 SECONDS_TO_GIVE_UP = 1.0  # after --timeout, for what interrupts a call

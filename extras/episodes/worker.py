@@ -23,7 +23,7 @@ import threading
 import traceback
 from collections.abc import Callable
 
-from plumbing.user_code import accepted, load_function, modules
+from plumbing.processes import accepted, load_function, modules
 
 LONGEST_TEXT = 100_000  # characters of a tool's or an environment's text; the rest is cut
 

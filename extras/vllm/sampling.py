@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from plumbing.models.sharding import base_weights
-from plumbing.tasks import run_all
+from plumbing.event_loop import run_all
 from utils import first_line
 
 WATCH = "extras.vllm.sampling.WeightWatch"  # vLLM's worker_extension_cls
