@@ -71,7 +71,7 @@ def load_function(name: str) -> Callable:
         name = base.removesuffix(".py")
         if "." in name or name in sys.modules:  # that of another file
             name = re.sub(r"\W", "_", file)
-        spec = importlib.util.spec_from_file_location(name, file)
+        spec: Any = importlib.util.spec_from_file_location(name, file)
         # Where pickle and dataclasses look for its names.
         modules[file] = sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(modules[file])
@@ -149,7 +149,7 @@ def serve(connection: socket.socket) -> None:
 as_json = json.JSONEncoder(ensure_ascii=False).encode
 
 
-def give_up(*_) -> None:
+def give_up(signum: int, frame: Any) -> None:
     raise TimeoutError("no answer in time")
 
 
@@ -199,14 +199,16 @@ class Process:
     next one after its end another one; it has to be killed at the end.
     """
 
-    def __init__(self, server: ForkServer, make: Callable, *arguments):
+    def __init__(self, server: ForkServer, make: Callable, *arguments: Any):
         """`make`: makes the object of the arguments."""
         self.server = server
         self.made_by = make, *arguments
-        self.writer: asyncio.StreamWriter | None = None
+        self.writer: Any = None  # an asyncio.StreamWriter
         self.pid: int | None = None
 
-    async def ask(self, seconds: float, method: str, *arguments, interrupt: bool = False) -> Any:
+    async def ask(
+        self, seconds: float, method: str, *arguments: Any, interrupt: bool = False
+    ) -> Any:
         """Return the result of a method of the object.
 
         Args:
@@ -261,11 +263,11 @@ class Process:
 class Processes:
     """Processes that make equal objects, for jobs side by side: as many as there are jobs at once."""
 
-    def __init__(self, server: ForkServer, make: Callable, *arguments):
+    def __init__(self, server: ForkServer, make: Callable, *arguments: Any):
         self.start = lambda: Process(server, make, *arguments)
         self.idle: list[Process] = []
 
-    async def ask(self, seconds: float, method: str, *arguments) -> Any:
+    async def ask(self, seconds: float, method: str, *arguments: Any) -> Any:
         """Return the result of a method in one of them, see `Process.ask`. A call whose process ends
         is made once more, in a new one: that it ends may have nothing to do with the call.
         """

@@ -286,13 +286,13 @@ def test_scores_are_those_of_a_reward_model_in_the_run_itself(servers, listen, f
             "by row",
             {"src": ["a"], "tgt": ["b"], "response": ["c"], "columns": {"verifier": ["x"]}},
             400,
-            "output",
+            "which is not in --reward",
         ),
         (
             "model",
             {"src": ["a"], "tgt": [""], "response": ["4"], "messages": [[{"role": "user"}]]},
             400,
-            "output",
+            "content: Field required",
         ),
     ],
 )

@@ -70,7 +70,7 @@ def score_by(
     ids: list,
     columns: dict,
     step: int | None = None,
-    turns: Sequence[list] = (),
+    turns: Sequence = (),
 ) -> list[dict[str, float]]:
     """Return the numbers that a function gives each response: "score", NaN for None; of an object,
     such as verl's, its other numbers; and the mean of what it gives TRL's `log_metric` by a name.

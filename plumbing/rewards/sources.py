@@ -156,7 +156,7 @@ class RewardSources:
     waited = 0.0  # seconds for scores of a step, once all responses had ended
     whole = False  # whether a source compares the responses of a group, which are on one rank then
 
-    def __init__(self, args, tokenizer=None, rows: Sequence[dict] = (), environment: bool = False):
+    def __init__(self, args, tokenizer=None, rows: Sequence[Row] = (), environment: bool = False):
         """Check all sources, and load functions; reward models are loaded by `load_models`.
 
         Args:
@@ -185,7 +185,7 @@ class RewardSources:
             "verifier": Processes(self.server, verifiers.Checks),
             "function": Processes(self.server, Functions),
         }
-        self.sources: dict[str, "Source | ModelSource"] = {}
+        self.sources: dict[str, Any] = {}  # a Source or a ModelSource each
         self.models: dict[str, "ModelSource"] = {}
         for name in args.reward:
             check_name(name)
@@ -203,7 +203,7 @@ class RewardSources:
         # Those that tell a right response, by 1 or more, from a wrong one, as reward models do not.
         self.verifiers = tuple(name for name, source in self.sources.items() if source.verifies)
 
-    def _try_out(self, rows: Sequence[dict], tokenizer, environment: bool, group: int) -> None:
+    def _try_out(self, rows: Sequence[Row], tokenizer, environment: bool, group: int) -> None:
         """Raise a UserError if a source fails in a call with two prompts, answered by their
         references or "42"; one that compares responses gets a `group` of each.
         """
@@ -352,8 +352,8 @@ class Source:
     failure = ""  # the last reason for a score that is missing
     warned = False  # whether a missing score was reported
 
-    def __init__(self, name: str, timeout: float, processes: Processes):
-        """`processes`: of this kind of source, None if it has none."""
+    def __init__(self, name: str, timeout: float, processes: Any):
+        """`processes`: the Processes of this kind of source, None if it has none."""
         self.name = name
         self.timeout = timeout
         self.processes = processes
