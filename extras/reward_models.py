@@ -41,8 +41,6 @@ class ModelSource:
 
     verifies = False
     whole = False
-    threads = None  # scores once all responses are there
-    most = math.inf
     failure = ""
     warned = False
 

@@ -42,7 +42,7 @@ import distill
 import grpo
 import utils
 from assets import tasks
-from extras.episodes.conversations import ToolProcess, ToolProcesses
+from extras.episodes.tool_processes import ToolProcess, ToolProcesses
 from plumbing.data.mixture import load_train_and_eval
 from plumbing.models.tokenizer import load_tokenizer
 from plumbing.rewards.sources import RewardSources, Scoring, check_reference

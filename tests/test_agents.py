@@ -18,8 +18,8 @@ import utils
 from extras.episodes import agents
 from extras.episodes.agents import Agents, plain
 from extras.episodes.conversations import Conversation
+from plumbing.event_loop import run_all
 from plumbing.rollout.batch import Batch, Sample, forward_batch
-from plumbing.tasks import run_all
 
 # Runs the code of its row, which may call ask(messages..., options of the API).
 AGENT = """

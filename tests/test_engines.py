@@ -23,6 +23,7 @@ from plumbing.models import loading
 from plumbing.rewards.sources import Scoring
 from plumbing.rollout import engines
 from plumbing.rollout.batch import Sampler
+from plumbing.rollout.rollouts import Rollouts
 
 
 class StandIn:
@@ -240,7 +241,7 @@ def test_when_rollouts_begin_and_weights_arrive(async_steps):
     interrupt = types.SimpleNamespace(requested=False)
     state = {"step": 0, "position": 10}
     run = types.SimpleNamespace(state=state, total_steps=5, world=world, interrupt=interrupt)
-    rollouts = engines.Rollouts(run, sampler, [], collect)
+    rollouts = Rollouts(run, sampler, [], collect)
     rollouts.take(1)
     assert all(begun.acquire(timeout=30) for _ in range(1 + async_steps))
     ahead = [(step, 10 + 5 * (step - 1)) for step in range(2, 2 + async_steps)]
@@ -258,7 +259,7 @@ def test_when_rollouts_begin_and_weights_arrive(async_steps):
     assert left_by == {step: max(1, step - async_steps) for step in range(2, 6)}
     # The process waits at its end until what is under way has noticed.
     rollouts.collect = lambda *_: [time.sleep(0.1) for _ in iter(lambda: interrupt.requested, True)]
-    rollouts.ahead[6] = rollouts._collect_ahead(6, state)
+    rollouts.ahead[6] = rollouts._begin(6, state)
     rollouts._leave()
     assert rollouts.ahead[6].done()
 
@@ -307,9 +308,9 @@ def test_a_source_without_threads_scores_one_rollout_at_a_time():
         at_once.clear()
         return [1.0]
 
-    source = types.SimpleNamespace(threads=None, whole=False, most=9, score=score)
+    models = {"model": types.SimpleNamespace(whole=False, score=score)}
     sources = types.SimpleNamespace(
-        sources={"model": source}, waited=0.0, lock=threading.Lock(), state={}
+        sources=models, models=models, waited=0.0, lock=threading.Lock(), state={}
     )
 
     def finish(_) -> float:

@@ -9,7 +9,7 @@ from pathlib import Path
 import helpers
 import pytest
 
-from extras.episodes.conversations import ToolProcess, ToolProcesses
+from extras.episodes.tool_processes import ToolProcess, ToolProcesses
 from plumbing import cli
 
 PAGE = (helpers.ROOT / "docs" / "agents.md").read_text()

@@ -269,7 +269,7 @@ def test_rewards(name):
         rows,
     )
     assert scores_by(reward_sources, rows, responses, [[1]] * 2) == {name: [1.0, 0.0]}
-    helpers.end_workers(*reward_sources.workers.values())
+    helpers.end_processes(reward_sources.server)
 
 
 @pytest.mark.parametrize(

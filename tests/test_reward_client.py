@@ -14,7 +14,7 @@ import types
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from helpers import ROOT, end_workers, scores_by
+from helpers import ROOT, end_processes, scores_by
 from tiny_models import make_tokenizer
 
 from plumbing.rewards import sources
@@ -91,9 +91,11 @@ def serve():
 def naps(monkeypatch) -> list:
     """Back-off takes no time here: how long it would have been."""
     naps = []
-    monkeypatch.setattr(
-        sources, "time", types.SimpleNamespace(sleep=naps.append, monotonic=time.monotonic)
-    )
+
+    async def nap(seconds: float) -> None:
+        naps.append(seconds)
+
+    monkeypatch.setattr(sources, "sleep", nap)
     return naps
 
 
@@ -320,7 +322,7 @@ def test_the_judge_that_ranks_a_group(serve, monkeypatch):
     assert reward_sources.whole and not reward_sources.verifiers
     rows = [{"prompt": prompt, "answer": None, "columns": {}} for prompt in "aaabbcc"]
     scores = scores_by(reward_sources, rows, list("1234567"), [[1]] * 7)[JUDGE]
-    end_workers(*reward_sources.workers.values())
+    end_processes(reward_sources.server)
     assert scores == pytest.approx([0, 1, 0.5, math.nan, math.nan, 0, 1], nan_ok=True)
     assert "a\n\nAnswer 0: 1\n\nAnswer 1: 2\n\nAnswer 2: 3" in seen
 
@@ -354,5 +356,5 @@ def test_the_judge_of_the_docs(serve, tmp_path, monkeypatch):
     )
     rows = [{"prompt": "1+1=", "answer": None, "columns": {}, "messages": None}] * len(texts)
     scores = scores_by(reward_sources, rows, texts, [[1]] * len(texts))[source]
-    end_workers(*reward_sources.workers.values())
+    end_processes(reward_sources.server)
     assert scores[:2] == [0.9, 0.0] and all(map(math.isnan, scores[2:]))

@@ -122,7 +122,7 @@ def servers(folder):
     }
     yield servers
     for server in servers.values():
-        helpers.end_workers(*server.scorer.reward_sources.workers.values())
+        helpers.end_processes(server.scorer.reward_sources.server)
 
 
 # ---- scores --------------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ def test_programs_run_on_the_server():
     programs = ["def add(a, b): return a + b", "print(input())"]
     assert server.scores(["q"] * 2, tests, programs) == [1, 1]
     assert server.scores(["q"] * 2, tests, programs[::-1]) == [0, 0]
-    helpers.end_workers(*server.scorer.reward_sources.workers.values())
+    helpers.end_processes(server.scorer.reward_sources.server)
 
 
 # ---- a reward model ------------------------------------------------------------------------------
@@ -286,13 +286,13 @@ def test_scores_are_those_of_a_reward_model_in_the_run_itself(servers, listen, f
             "by row",
             {"src": ["a"], "tgt": ["b"], "response": ["c"], "columns": {"verifier": ["x"]}},
             400,
-            "output",
+            "which is not in --reward",
         ),
         (
             "model",
             {"src": ["a"], "tgt": [""], "response": ["4"], "messages": [[{"role": "user"}]]},
             400,
-            "output",
+            "content: Field required",
         ),
     ],
 )
@@ -306,8 +306,8 @@ def test_a_source_that_fails(servers, capsys):
     """No scores, above all no zeros; and the next request gets its own. (Time-outs:
     faults/test_rewards_fail.py.)
     """
-    assert servers["judge"].scores(["a", "b"], ["", ""], ["fine", "raise"]) == [None, None]
-    assert "RuntimeError: the judge is away" in capsys.readouterr().err
+    assert servers["judge"].scores(["a", "b"], ["", ""], ["raise", "raise"]) == [None, None]
+    assert "the judge is away; such responses" in capsys.readouterr().err
     assert servers["judge"].scores(["abc"], [""], ["xy"]) == [3.02]
 
 
@@ -327,7 +327,7 @@ def test_rows_that_hang_do_not_hold_up_other_requests():
     assert server.post(body("42", "41"))[1]["score"] == [1, 0] and hanging.is_alive()
     hanging.join(120)
     assert not hanging.is_alive(), "the rows that hang do not end"
-    helpers.end_workers(*server.scorer.reward_sources.workers.values())
+    helpers.end_processes(server.scorer.reward_sources.server)
 
 
 # ---- a server as a user starts it ----------------------------------------------------------------

@@ -2,12 +2,14 @@
 batch, and text to token ids.
 """
 
+import asyncio
 import contextlib
 import dataclasses
 import math
 import pickle
 import threading
 import time
+from collections import defaultdict
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -16,7 +18,6 @@ import pytest
 import torch
 import transformers
 from helpers import listed, refused
-from pebble import ThreadPool
 from tiny_models import CPU, make_tokenizer
 from tokenizers.processors import TemplateProcessing
 from torch.nn.functional import pad
@@ -27,6 +28,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import utils
 from grpo import Args, generate
+from plumbing.event_loop import EventLoop
 from plumbing.models.loading import precision
 from plumbing.models.speed import Decoding
 from plumbing.rewards.sources import RewardSources
@@ -390,17 +392,18 @@ class Scores(RewardSources):
 
     models = {}
     verifiers = ("length",)
-    most = math.inf
-    threads = None
+    most = 1 << 30
     warned = True
     state = {}
     lock = threading.Lock()
+    loop = EventLoop()
+    at_once = defaultdict(lambda: asyncio.Semaphore(1))
 
     def __init__(self):
         self.seen = []
         self.sources = {"length": self}
 
-    def score(self, samples):
+    async def score(self, samples):
         self.seen += [(x.row["answer"], x.text, x.response.tolist()) for x in samples]
         return [100.0 * x.row["answer"] + len(x.text) for x in samples]
 
@@ -485,7 +488,7 @@ def test_rollout_lays_out_the_batch(setting):
         assert batch.stopped[i].item() == (response[-1] in sampler.stop_ids)
         assert sample.text == sampler.tokenizer.decode(response, skip_special_tokens=True)
         assert batch.reward_components["length"][i] == 100 * (i // 3) + len(sample.text)
-        assert sampler.reward_sources.seen[i] == (i // 3, sample.text, response)
+        assert (i // 3, sample.text, response) in sampler.reward_sources.seen
         assert batch.lengths[i] == len(query) + len(response)
     assert len(batch.samples) == 15 and batch.stopped.any() and not batch.stopped.all()
     assert (
@@ -536,7 +539,7 @@ def test_rollout_on_several_ranks_is_the_same(setting, monkeypatch, by_group, si
     for rank in [*range(size), *range(size)]:
         reward_sources = Scores()
         if by_group:
-            reward_sources.whole, reward_sources.threads = True, ThreadPool(1)
+            reward_sources.whole = True
         of_rank = replace(
             sampler, reward_sources=reward_sources, world=utils.World(rank, size, CPU)
         )
@@ -564,7 +567,6 @@ def test_a_response_is_scored_before_the_next_one_has_ended(setting):
     source = sampler.reward_sources
     seen = []
     end = time.monotonic() + 30
-    source.threads = ThreadPool(1)
 
     def slow(*inputs):
         for response in generate(*inputs):

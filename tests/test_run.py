@@ -279,7 +279,7 @@ def stop_again_and_again(
             said = f"{place.split(':')[2]}: the run exits as soon as it has saved a checkpoint"
             assert f"step {step} is saved" in done.out and said in done.err, phase
     # as it exits
-    done = run({**values, "resume": True}, place="engines.Rollouts._leave:1:SIGINT+9", **options)
+    done = run({**values, "resume": True}, place="rollouts.Rollouts._leave:1:SIGINT+9", **options)
     assert goes_on_after(done) == after[-1:]
     helpers.assert_same_run(values, straight)
     ours, theirs = (folder_of(each) / "final/config.json" for each in (values, straight))

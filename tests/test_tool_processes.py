@@ -14,7 +14,7 @@ import pytest
 from conftest import ROOT
 from helpers import refused
 
-from extras.episodes.conversations import EnvironmentFailure, ToolError, ToolProcess, ToolProcesses
+from extras.episodes.tool_processes import EnvironmentFailure, ToolError, ToolProcess, ToolProcesses
 
 TOOLS = '''
 import contextlib, os, random, signal, subprocess, sys, time
@@ -336,7 +336,7 @@ def test_many_at_once_and_nothing_is_left(processes):
         process = ToolProcess(processes, number)
         try:
             await process.ask("reset", {"secret": 10 * number})
-            found.append(process.pid)
+            found.append(process.process.pid)
             return await process.ask("step", "50"), await process.ask("call", "add", {"a": number})
         finally:
             process.kill()
@@ -355,7 +355,7 @@ def test_many_at_once_and_nothing_is_left(processes):
 TRAINER = """
 import asyncio, sys
 import torch  # as a trainer does
-from extras.episodes.conversations import ToolProcess, ToolProcesses
+from extras.episodes.tool_processes import ToolProcess, ToolProcesses
 
 async def train(process):
     await process.ask("reset", {"secret": 1})
@@ -392,7 +392,7 @@ def test_a_connection_that_closes_ends_what_a_tool_has_started(processes):
         tools = ToolProcess(processes, 1)
         code = "subprocess.Popen(['sleep', '99']).pid"
         started = await tools.ask("call", "run", {"code": code})
-        tools.writer.close()
+        tools.process.writer.close()
         return started
 
     started = int(asyncio.run(close()))
@@ -448,7 +448,7 @@ def test_python_tool():
         process = ToolProcess(processes, 1)
         for code, printed in programs.items():
             assert await process.ask("call", "python", {"code": code}) == printed
-        number = process.pid
+        number = process.process.pid
         process.timeout = 1.0
         with pytest.raises(ToolError, match="TimeoutError: no answer in time"):
             await process.ask("call", "python", {"code": "while True: pass"})

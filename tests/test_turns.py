@@ -20,7 +20,7 @@ from tokenizers import pre_tokenizers
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
 from extras.episodes.templates import FORMS, Turns, warn_once
-from extras.episodes.worker import EnvironmentFailure
+from extras.episodes.tool_processes import EnvironmentFailure
 from plumbing.data import mixture as data
 from plumbing.models.tokenizer import load_tokenizer_and_stop_ids
 

@@ -22,7 +22,7 @@ from aiohttp import web
 
 from extras.episodes.conversations import Conversation, Conversations
 from extras.episodes.templates import json_or_text
-from extras.episodes.worker import EnvironmentFailure
+from extras.episodes.tool_processes import EnvironmentFailure
 from plumbing.models.config import positions_of
 from utils import first_line
 

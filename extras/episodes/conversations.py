@@ -5,21 +5,12 @@ The tokens of a turn stay as they were drawn. The tokens between two turns, an o
 the context, but not in the response mask: nothing is trained on them. docs/agents.md shows
 how to write tools and environments.
 
-A conversation has a process in which its tools and its environment run, forked from a process of the
-run. A call that lasts longer than --timeout is interrupted; a process that gives no
-answer then is killed.
+A conversation has a process in which its tools and its environment run
+(extras/episodes/tool_processes.py).
 """
 
 import asyncio
-import contextlib
-import json
 import math
-import os
-import resource
-import signal
-import socket
-import subprocess
-import sys
 from dataclasses import dataclass, field
 from typing import Callable
 
@@ -28,143 +19,20 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers.generation.stopping_criteria import StopStringCriteria
 
-from extras.episodes import worker
 from extras.episodes.templates import Call, Turns
-from extras.episodes.worker import EnvironmentFailure, ToolError
+from extras.episodes.tool_processes import (
+    EnvironmentFailure,
+    ToolError,
+    ToolProcess,
+    ToolProcesses,
+)
 from plumbing.data.prompts import CUT, guarded
 from plumbing.data.rows import Row
+from plumbing.event_loop import run_all
 from plumbing.rewards.sources import reward_weights
-from plumbing.tasks import run_all
-from plumbing.user_code import SECONDS_TO_LOAD
-from utils import ROOT, UserError, as_user_error, generator, warn
+from utils import as_user_error, generator, warn
 
-SECONDS_TO_GIVE_UP = 1.0  # after --timeout, for what interrupts a call
 STOP_REASONS = ("done", "max_turns", "length", "error")
-
-
-class ToolProcesses:
-    """The tools and the environment of a run, or in its place the agent.
-
-    `schemas` describes all tools to the chat template.
-    """
-
-    def __init__(
-        self,
-        tools: tuple[str, ...],
-        environment: str,
-        timeout: float,
-        flag: str = "--environment",
-    ):
-        """Load and describe tools and environment in a process; raise a UserError if that fails.
-
-        `flag` is that of the environment.
-        """
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # a process has a descriptor
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 1 << 16)), hard))
-        self.tools = list(map(os.path.abspath, tools))
-        self.environment = environment and os.path.abspath(environment)
-        self.parent = None
-        self.timeout = SECONDS_TO_LOAD
-        flag = "--tools" if tools else flag
-        where = f"{flag} {' '.join(filter(None, [*tools, environment]))}"
-        self.schemas = describe(where, ToolProcess(self, seed=0))
-        self.timeout = timeout
-
-    def fork(self, connection: socket.socket, seed: int) -> None:
-        """Fork a process that serves a connection from their parent, which starts if it does not
-        run.
-        """
-        if self.parent is None or self.parent.poll() is not None:
-            self.control, of_parent = socket.socketpair()
-            given = of_parent.fileno(), self.tools, self.environment
-            code = f"from extras.episodes import worker; worker.fork_processes{given}"
-            with of_parent:
-                self.parent = subprocess.Popen(
-                    [sys.executable, "-c", f"import sys; sys.path.append({ROOT!r}); {code}"],
-                    pass_fds=[of_parent.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    stdout=2,  # output of tools goes to stderr
-                    start_new_session=True,  # Ctrl-C is for the trainer
-                )
-        socket.send_fds(self.control, [str(seed).encode()], [connection.fileno()])
-
-
-class ToolProcess:
-    """The process of one conversation. A request starts it if there is none, and it has to be
-    killed at the end.
-    """
-
-    def __init__(self, processes: ToolProcesses, seed: int):
-        self.processes = processes
-        self.seed = seed
-        self.timeout = processes.timeout
-        self.writer = None
-        self.pid = None
-
-    async def ask(self, method: str, *arguments):
-        """Return the result of a method of `worker.Tools`; if there is no answer, kill the process.
-
-        Raises:
-            ToolError: a tool failed.
-            EnvironmentFailure: the environment failed, or its process is gone.
-        """
-        gone = EnvironmentFailure if self.processes.environment else ToolError
-        name = arguments[0] if method == "call" else method
-        request = json.dumps([self.timeout, method, *arguments], default=str)
-        try:
-            if self.writer is None:
-                await self._start()
-            async with asyncio.timeout(self.timeout + SECONDS_TO_GIVE_UP):
-                self.writer.write(f"{request}\n".encode())
-                await self.writer.drain()
-                answer = json.loads(await self.reader.readline())
-            if not isinstance(answer, dict):
-                raise ValueError
-        except TimeoutError:
-            self.kill()
-            raise gone(f"{name} gave no answer within {self.timeout:g} s") from None
-        except (OSError, ValueError):
-            self.kill()
-            raise gone(f"{name} ended its process, or wrote into its connection") from None
-        if "result" in answer:
-            return answer["result"]
-        if method == "call":
-            raise ToolError(answer["error"])
-        raise EnvironmentFailure(" ".join(f"{method}: {answer['error'][:500]}".split()))
-
-    async def _start(self) -> None:
-        connection, of_process = socket.socketpair()
-        with of_process:
-            self.reader, self.writer = await asyncio.open_connection(
-                sock=connection, limit=10 * worker.LONGEST_TEXT
-            )
-            self.processes.fork(of_process, self.seed)
-        async with asyncio.timeout(SECONDS_TO_LOAD):
-            self.pid = int(await self.reader.readline())
-
-    def kill(self) -> None:
-        """Kill the process, if there is one, and all that it has started."""
-        if self.writer is not None:
-            self.writer.close()  # ends it, too, which may have begun only now
-        if self.pid is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
-        self.writer = self.pid = None
-
-
-def describe(flag: str, process: ToolProcess) -> list[dict]:
-    """Return the schemas of the tools of a process; raise a UserError if that fails."""
-
-    async def ask():
-        try:
-            return await process.ask("describe")
-        finally:
-            process.kill()
-
-    try:
-        return asyncio.run(ask())
-    except (ToolError, EnvironmentFailure) as error:
-        raise UserError(f"{flag}: {error}", local=True) from error
 
 
 @dataclass

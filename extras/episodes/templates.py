@@ -18,7 +18,7 @@ from typing import Callable
 import yaml
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
-from extras.episodes.worker import EnvironmentFailure
+from extras.episodes.tool_processes import EnvironmentFailure
 from plumbing.data.prompts import Text, encode_texts, for_template, guarded, hidden
 from utils import first_line, warn
 

@@ -13,8 +13,8 @@ from typing import Any, Callable, Coroutine, Iterable
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from plumbing.event_loop import run_all
 from plumbing.models.sharding import base_weights
-from plumbing.tasks import run_all
 from utils import first_line
 
 WATCH = "extras.vllm.sampling.WeightWatch"  # vLLM's worker_extension_cls

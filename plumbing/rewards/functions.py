@@ -12,16 +12,18 @@ messages each.
 """
 
 import asyncio
+import contextlib
 import functools
 import inspect
 import math
+import traceback
 from collections.abc import Callable, Sequence
 from numbers import Real
 from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 
-from plumbing.user_code import accepted, load_function
+from plumbing.processes import accepted, load_function
 
 TRL = {"completions", "completion_ids"}  # a parameter of TRL's form
 runner = asyncio.Runner()  # one event loop for all calls: clients and locks of a file belong to it
@@ -34,12 +36,31 @@ def load_reward_function(name: str) -> Any:
     return function() if inspect.isclass(function) else function
 
 
-def attributes(function: Callable) -> tuple[bool, bool]:
-    """Return whether a function tells right from wrong, and whether it gets whole groups, as one in
-    TRL's form does.
-    """
-    trl = TRL & inspect.signature(function).parameters.keys()
-    return getattr(function, "verifies", True), getattr(function, "whole", bool(trl))
+@contextlib.contextmanager
+def traceback_printed():
+    try:
+        yield
+    except BaseException:
+        traceback.print_exc()
+        raise
+
+
+class Functions:
+    """What a process of users' functions does."""
+
+    @traceback_printed()
+    def attributes(self, name: str) -> tuple[bool, bool]:
+        """Return whether a function tells right from wrong, and whether it gets whole groups, as
+        one in TRL's form does. Import its file, unless it is there.
+        """
+        function = load_reward_function(name)
+        trl = TRL & inspect.signature(function).parameters.keys()
+        return getattr(function, "verifies", True), getattr(function, "whole", bool(trl))
+
+    @traceback_printed()
+    def score(self, name: str, *arguments) -> list[dict[str, float]]:
+        """Return what `score_by` does."""
+        return score_by(load_reward_function(name), *arguments)
 
 
 def score_by(
@@ -49,7 +70,7 @@ def score_by(
     ids: list,
     columns: dict,
     step: int | None = None,
-    turns: Sequence[list] = (),
+    turns: Sequence = (),
 ) -> list[dict[str, float]]:
     """Return the numbers that a function gives each response: "score", NaN for None; of an object,
     such as verl's, its other numbers; and the mean of what it gives TRL's `log_metric` by a name.

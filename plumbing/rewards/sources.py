@@ -6,7 +6,6 @@ returns None, NaN, infinity or over 1e18 gives no score: never a silent zero.
 """
 
 import asyncio
-import contextlib
 import functools
 import importlib.util
 import itertools
@@ -15,20 +14,18 @@ import math
 import os
 import threading
 import time
-from collections import deque
+from asyncio import sleep
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from multiprocessing.util import Finalize
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from pebble.pool.process import interpreter_shutdown
-
 from plumbing.data.prompts import is_filled
 from plumbing.data.rows import Row
+from plumbing.event_loop import EventLoop
+from plumbing.processes import SECONDS_TO_LOAD, Ended, Failed, ForkServer, Late, Processes
 from plumbing.rewards import verifiers
-from plumbing.rewards.workers import Workers, call_function
-from plumbing.user_code import SECONDS_TO_LOAD
+from plumbing.rewards.functions import Functions
 from utils import UserError, as_user_error, first_line, warn
 
 if TYPE_CHECKING:  # imported where a flag asks for them
@@ -159,9 +156,8 @@ class RewardSources:
     waited = 0.0  # seconds for scores of a step, once all responses had ended
     whole = False  # whether a source compares the responses of a group, which are on one rank then
 
-    def __init__(self, args, tokenizer=None, rows: Sequence[dict] = (), environment: bool = False):
-        """Check all sources and start the worker processes; reward models are loaded by
-        `load_models`.
+    def __init__(self, args, tokenizer=None, rows: Sequence[Row] = (), environment: bool = False):
+        """Check all sources, and load functions; reward models are loaded by `load_models`.
 
         Args:
             args: --reward, and --timeout in seconds of a call. tokenizer: of the policy; None on a
@@ -169,24 +165,27 @@ class RewardSources:
                 to succeed; none for no such call.
             environment: whether responses are conversations.
         """
-        # Verifiers share the responses of a rank out among processes; functions share one process
-        # and what it holds; a request to a server needs a thread only.
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        count = args.reward_workers or max(1, (os.cpu_count() or 1) // ranks)
-        packages = [
-            verifiers.verifier(name).package for name in args.reward if kind_of(name) == "verifier"
-        ]
-        self.workers = {
-            "verifier": Workers(count, packages),
-            "function": Workers(1),
-            "server": Workers(ServerSource.CONNECTIONS),
-        }
-        # The end of the worker processes is the end of this one, a child of multiprocessing, too.
-        Finalize(None, interpreter_shutdown, exitpriority=1)
-        self.lock = threading.Lock()  # of what rollouts share that end at the same time
         # Its "step" is that of the run once there is one, see Rollouts; a server knows none.
         self.state: dict = {"step": 0} if tokenizer else {}
-        self.sources: dict[str, "Source | ModelSource"] = {}
+        self.lock = threading.Lock()  # of what rollouts share that end at the same time
+        self.loop = EventLoop()  # all sources but reward models are asked there
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        # Calls of sources of a kind at the same time. Functions share a process and what it holds.
+        self.at_once = {
+            "verifier": asyncio.Semaphore(
+                args.reward_workers or max(1, (os.cpu_count() or 1) // ranks)
+            ),
+            "function": asyncio.Semaphore(1),
+            "server": asyncio.Semaphore(8),
+            "episode": asyncio.Semaphore(1),
+        }
+        used = [verifiers.verifier(name) for name in args.reward if kind_of(name) == "verifier"]
+        self.server = ForkServer([name for x in used for name in (x.check.__module__, x.package)])
+        processes = {
+            "verifier": Processes(self.server, verifiers.Checks),
+            "function": Processes(self.server, Functions),
+        }
+        self.sources: dict[str, Any] = {}  # a Source or a ModelSource each
         self.models: dict[str, "ModelSource"] = {}
         for name in args.reward:
             check_name(name)
@@ -196,13 +195,15 @@ class RewardSources:
 
                 self.models[name] = self.sources[name] = ModelSource(name, tokenizer)
             else:
-                self.sources[name] = SOURCES[kind](name, args.timeout, self.workers.get(kind))
+                source = SOURCES[kind](name, args.timeout, processes.get(kind))
+                self.loop.run(source.load())
+                self.sources[name] = source
         self._try_out(rows, tokenizer, environment, getattr(args, "group_size", 1))
         self.whole = any(source.whole for source in self.sources.values())
         # Those that tell a right response, by 1 or more, from a wrong one, as reward models do not.
         self.verifiers = tuple(name for name, source in self.sources.items() if source.verifies)
 
-    def _try_out(self, rows: Sequence[dict], tokenizer, environment: bool, group: int) -> None:
+    def _try_out(self, rows: Sequence[Row], tokenizer, environment: bool, group: int) -> None:
         """Raise a UserError if a source fails in a call with two prompts, answered by their
         references or "42"; one that compares responses gets a `group` of each.
         """
@@ -221,7 +222,8 @@ class RewardSources:
             elif samples and kind_of(name) in ("function", "server"):
                 copies = group if source.whole else 1
                 for _ in range(2):  # what a function holds may work only once
-                    source.failure or source.score([x for x in samples for _ in range(copies)])
+                    if not source.failure:
+                        self.loop.run(source.score([x for x in samples for _ in range(copies)]))
             if source.failure:
                 raise UserError(f"--reward {name}: a trial call failed: {source.failure}")
 
@@ -253,17 +255,16 @@ class Scoring:
     others are sampled.
 
     A source takes as many as are waiting, up to its `most`: what is scored together depends on when
-    responses end, so a score must not depend on it. One that is `whole` takes all of them at the
-    end, in order; so does one without threads, such as a reward model, of one rollout at a time.
+    responses end, so a score must not depend on it. One that is `whole`, or a reward model, takes
+    all of them at the end, in order.
     """
 
     def __init__(self, reward_sources: RewardSources, interrupted: Callable[[], bool]):
         self.reward_sources = reward_sources
         self.interrupted = interrupted
         self.samples: dict[int, Any] = {}  # by their places
-        self.waiting: dict[str, deque[int]] = {
-            name: deque() for name in reward_sources.sources
-        }  # places
+        # Places by source; used in the event loop only.
+        self.waiting: dict[str, list[int]] = {name: [] for name in reward_sources.sources}
         self.jobs: list[Future] = []
 
     def add(self, place: int, sample) -> None:
@@ -276,22 +277,28 @@ class Scoring:
         scored_by = [name for name in sources if is_scored_by(sample.row, name)]
         sample.scores = dict.fromkeys(sources, 0.0) | dict.fromkeys(scored_by, math.nan)
         for name in scored_by:
-            self.waiting[name].append(place)
-            threads = sources[name].threads
-            if threads and not sources[name].whole:
-                self.jobs.append(threads.schedule(self._score, [name]))
+            if not sources[name].whole and name not in self.reward_sources.models:
+                self._start(name, [place])
 
-    def _score(self, name: str) -> None:
-        """Have a source score what waits for it."""
+    def _start(self, name: str, places: list[int]) -> None:
+        self.jobs.append(self.reward_sources.loop.start(self._score(name, places)))
+
+    async def _score(self, name: str, places: list[int]) -> None:
+        """Have a source score some responses, or others that wait for it, once it is free."""
         source = self.reward_sources.sources[name]
-        places: list[int] = []
-        with contextlib.suppress(IndexError):  # another thread may have taken it
-            while source.whole or len(places) < source.most:
-                places.append(self.waiting[name].popleft())
-        if not places and source.threads:
-            return
-        samples = [self.samples[place] for place in sorted(places)]
-        for sample, result in zip(samples, source.score(samples)):
+        waiting = self.waiting[name]
+        waiting += places
+        await asyncio.sleep(0.002)  # what ends at the same time is scored together
+        async with self.reward_sources.at_once[kind_of(name)]:
+            count = len(waiting) if source.whole else source.most
+            taken = sorted(waiting[:count])
+            del waiting[:count]
+            if taken:  # else another call has taken them
+                samples = [self.samples[place] for place in taken]
+                self._keep(name, samples, await source.score(samples))
+
+    def _keep(self, name: str, samples: list, results: list) -> None:
+        for sample, result in zip(samples, results):
             numbers = result if isinstance(result, dict) else {"score": result}
             for key, number in numbers.items():
                 sample.scores[f"{name}/{key}".removesuffix("/score")] = finite_or_nan(number)
@@ -305,21 +312,26 @@ class Scoring:
         come the further numbers of functions, named "SOURCE/NUMBER".
         """
         begin = time.monotonic()
-        sources = self.reward_sources.sources
-        for name, source in sources.items():
+        samples = [self.samples[place] for place in sorted(self.samples)]
+        for name, source in self.reward_sources.sources.items():
             if source.whole:
-                self.jobs.append(source.threads.schedule(self._score, [name]))
-            if source.threads is None:
-                with self.reward_sources.lock:
-                    self._score(name)
+                places = [i for i, x in self.samples.items() if is_scored_by(x.row, name)]
+                self._start(name, places)
+        # Ranks that share a reward model make its passes together: in each of them one rollout
+        # after the other, with all models of a rollout.
+        with self.reward_sources.lock:
+            for name, model in self.reward_sources.models.items():
+                scored = [sample for sample in samples if is_scored_by(sample.row, name)]
+                self._keep(name, scored, model.score(scored))
         while (jobs := wait(self.jobs, timeout=0.1)).not_done and not self.interrupted():
             pass
+        for job in jobs.not_done:
+            job.cancel()
         for job in jobs.done:
             job.result()  # raises what it has raised
-        samples = [self.samples[place] for place in sorted(self.samples)]
         with self.reward_sources.lock:
             self.reward_sources.waited += time.monotonic() - begin
-            for name, source in sources.items():
+            for name, source in self.reward_sources.sources.items():
                 missing = any(math.isnan(sample.scores[name]) for sample in samples)
                 if missing and not source.warned and not self.interrupted():
                     source.warned = True
@@ -336,28 +348,36 @@ class Source:
 
     verifies = True  # whether a score of 1 or more is that of a right response
     whole = False  # whether `score` gets all responses of a rollout on this rank in one call
-    most = math.inf  # responses in a call of `score`
+    most = 1 << 30  # responses in a call of `score`
     failure = ""  # the last reason for a score that is missing
     warned = False  # whether a missing score was reported
 
-    def __init__(self, name: str, timeout: float, workers):
-        """`workers`: of sources of this kind. Their threads call `score` while responses are
-        sampled; without any, it is called once all are there.
-        """
+    def __init__(self, name: str, timeout: float, processes: Any):
+        """`processes`: the Processes of this kind of source, None if it has none."""
         self.name = name
         self.timeout = timeout
-        self.workers = workers
-        self.threads = workers and workers.threads
+        self.processes = processes
 
-    def score(self, samples: list) -> list:
+    async def load(self) -> None:
+        """Learn what the source says of itself, before anything is scored."""
+
+    async def score(self, samples: list) -> list:
         """Return a number for each response, None or NaN for no score, or an object that has it as
-        "score", and further numbers. Several threads may call this.
+        "score", and further numbers.
 
         Args:
             samples: see `Scoring.add`; their rows are as `plumbing.data.mixture.load_prompts` makes
                 them.
         """
         raise NotImplementedError
+
+    async def ask(self, seconds: float, method: str, *arguments) -> tuple[Any, str]:
+        """Return (what a process answers, ""), or (None, the reason) if the call fails."""
+        try:
+            return await self.processes.ask(seconds, method, *arguments), ""
+        except (Failed, Late, Ended) as error:
+            kind = "TimeoutError: " if isinstance(error, Late) else ""
+            return None, f"{kind}{error}"[:1000]
 
     def note(self, failure: str) -> None:
         """Keep why scores are missing, if they are; of a time limit its flag."""
@@ -369,8 +389,8 @@ class Source:
 class VerifierSource(Source):
     """A built-in verifier, which scores response by response."""
 
-    def __init__(self, name: str, timeout: float, workers: Workers):
-        super().__init__(name, timeout, workers)
+    def __init__(self, name: str, timeout: float, processes: Processes):
+        super().__init__(name, timeout, processes)
         self.verifier = verifiers.verifier(name)
         self.check = self.verifier.check
         self.most = self.verifier.calls_a_job
@@ -380,39 +400,39 @@ class VerifierSource(Source):
             # has no score.
             self.check = functools.partial(self.check, seconds=0.8 * timeout)
 
-    def score(self, samples):
+    async def score(self, samples):
         calls = []
         for sample in samples:
             reference = values_of(sample.row).get(self.verifier.column)
             calls.append((final_turn(sample), reference))
-        run = lambda calls: self.workers.run(self.check, calls, self.limit)
         scores = []
-        for (score, failure), (_, reference) in zip(run(calls), calls):
+        for (score, failure), (_, reference) in zip(await self._check(calls), calls):
             if failure.startswith("TimeoutError") and self.verifier.limit < math.inf:
                 # Comparing a formula can last forever. Then the response is wrong, unless the
                 # reference is to blame.
-                ((score, failure),) = run([("", reference)])
+                ((score, failure),) = await self._check([("", reference)])
                 failure = failure and f"the reference {reference!r:.60} alone: {failure}"
             self.note(failure)
             scores.append(score)
         return scores
 
+    async def _check(self, calls: list[tuple]) -> list[tuple]:
+        """Return (score, "") of each call, or (None, the reason) if it fails."""
+        results, failure = await self.ask(self.limit, "score", self.check, calls)
+        return results or [(None, failure)] * len(calls)
+
 
 class FunctionSource(Source):
     """A function from a user's file, called with lists of responses, always in the same process."""
 
-    def __init__(self, name: str, timeout: float, workers: Workers):
-        super().__init__(name, timeout, workers)
-        ((attributes, failure),) = self.load()
+    async def load(self):
+        """Import the file in the process, unless it is there."""
+        attributes, failure = await self.ask(SECONDS_TO_LOAD, "attributes", self.name)
         if failure:
-            raise UserError(f"--reward {name}: {failure}", local=True)
+            raise UserError(f"--reward {self.name}: {failure}", local=True)
         self.verifies, self.whole = attributes
 
-    def load(self) -> list[tuple]:
-        """Import the file in the worker process, unless it is there."""
-        return self.workers.run(call_function, [(self.name,)], SECONDS_TO_LOAD)
-
-    def score(self, samples):
+    async def score(self, samples):
         """Return {"score": a number, NAME: a further number} for each response."""
         rows = [sample.row for sample in samples]
         call = (
@@ -424,8 +444,9 @@ class FunctionSource(Source):
             samples[0].step,
             turns_of(rows),
         )
-        self.load()  # the process may be a new one, and the time of a call is not for imports
-        ((results, failure),) = self.workers.run(call_function, [call], self.timeout)
+        # The process may be a new one, and the time of a call is not for imports.
+        await self.ask(SECONDS_TO_LOAD, "attributes", self.name)
+        results, failure = await self.ask(self.timeout, "score", *call)
         self.note(failure)
         return results or [None] * len(samples)
 
@@ -433,7 +454,7 @@ class FunctionSource(Source):
 class EpisodeSource(Source):
     """What --environment or --agent gives an episode, which the conversations bring along."""
 
-    def score(self, samples):
+    async def score(self, samples):
         return [sample.row["episode"] for sample in samples]
 
 
@@ -448,21 +469,19 @@ class ServerSource(Source):
     """
 
     most = 32  # responses in a request
-    CONNECTIONS = 8  # requests at the same time
     PAUSES = (0, 2, 4, 8, 16, 0)  # seconds after each try that fails
 
-    def __init__(self, name: str, timeout: float, workers: Workers):
+    async def load(self):
         """Ask GET /health for `verifies` and `whole`, which a server without that page lacks."""
-        super().__init__(name, timeout, workers)
         try:
-            health = asyncio.run(self._request("GET", f"{name.rstrip('/')}/health"))
+            health = await self._request("GET", f"{self.name.rstrip('/')}/health")
             self.verifies, self.whole = bool(health["verifies"]), bool(health.get("whole"))
         except Exception:  # an address may answer anything
             warn(
-                f"--reward {name}: has no /health, so a score of 1 or more counts as a correct response"
+                f"--reward {self.name}: has no /health, so a score of 1 or more counts as a correct response"
             )
 
-    def score(self, samples):
+    async def score(self, samples):
         count = len(samples)
         rows = [sample.row for sample in samples]
         columns = columns_of(rows)
@@ -477,7 +496,7 @@ class ServerSource(Source):
         content = json.dumps(body, default=str)
         for pause in self.PAUSES:
             try:
-                answer = asyncio.run(self._request("POST", self.name, content))
+                answer = await self._request("POST", self.name, content)
                 scores = answer["score"]
                 if answer["error_code"] or not isinstance(scores, list) or len(scores) != count:
                     raise ValueError(f"not {count} scores: {answer}")
@@ -487,7 +506,7 @@ class ServerSource(Source):
                 reason = f"{type(error).__name__}: {error}"[:300]
                 if isinstance(error, (ValueError, TypeError, LookupError)):
                     break  # it is no answer, and there will be no other one
-            time.sleep(pause)
+            await sleep(pause)
         self.note(reason)
         return [math.nan] * count
 

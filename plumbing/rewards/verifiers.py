@@ -1,11 +1,13 @@
 r"""The functions that check an answer: from a response and a column of its row to a score.
 
-They run in worker processes, which are killed when a check hangs. A check that raises an exception gives no score, a
-wrong answer gives 0. plumbing/rewards/answers.py defines the final answer. The larger checks are in extras/verifiers/.
+They run in processes (plumbing/processes.py), which are killed when a check hangs. A check that
+raises an exception gives no score, a wrong answer gives 0. plumbing/rewards/answers.py defines the
+final answer. The larger checks are in extras/verifiers/.
 """
 
 import functools
 import importlib
+import logging
 import re
 from typing import Callable, NamedTuple
 
@@ -22,7 +24,7 @@ class Verifier(NamedTuple):
     # Seconds of a call, after which the response is wrong if the reference is not to blame.
     limit: float = float("inf")
     read: Callable = str  # that column; raises an exception where nothing can be compared with it
-    calls_a_job: int = 1  # more where a job of a worker process takes longer than the check
+    calls_a_job: int = 1  # more where asking a process takes longer than the check
 
 
 def gsm8k(response: str, answer) -> float:
@@ -79,3 +81,23 @@ def verifier(name: str) -> Verifier:
     if name in SMALL:
         return SMALL[name]
     return importlib.import_module(f"extras.verifiers.{MODULES[name]}").VERIFIER
+
+
+class Checks:
+    """What a process of verifiers does."""
+
+    def __init__(self):
+        # math-verify warns at every call that its time limits are off.
+        logging.disable(logging.WARNING)
+
+    def score(self, check: Callable, calls: list[tuple]) -> list[tuple]:
+        """Return (score, "") of a check with each of the arguments, or (None, reason) where it
+        raises an exception.
+        """
+        results = []
+        for arguments in calls:
+            try:
+                results.append((check(*arguments), ""))
+            except BaseException as error:
+                results.append((None, f"{type(error).__name__}: {error}"[:1000]))
+        return results

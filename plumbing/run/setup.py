@@ -17,6 +17,7 @@ from plumbing.models.tokenizer import check_can_read, check_same_tokens, load_to
 from plumbing.rewards.sources import RewardSources, check_reference
 from plumbing.rollout import engines
 from plumbing.rollout.batch import Sampler
+from plumbing.rollout.rollouts import Rollouts
 from plumbing.run import evaluation
 from plumbing.run.run import Run
 
@@ -44,11 +45,11 @@ class Setup:
         collect: Callable,
         total_steps: int,
         optimizers: dict[str, utils.Optimizer],
-    ) -> engines.Rollouts:
+    ) -> Rollouts:
         """Load the checkpoint, if there is one, open the logs, and give the engine its weights.
 
         Args:
-            collect: makes the rollout of a step, see `engines.Rollouts`. optimizers: of `models`,
+            collect: makes the rollout of a step, see `Rollouts`. optimizers: of `models`,
                 by the same names.
         """
         evaluate = functools.partial(evaluation.evaluate, self.sampler, self.eval_prompts)
@@ -61,7 +62,7 @@ class Setup:
             evaluate=evaluate if self.eval_prompts else None,
         )
         self.run.check_rows(self.prompts, self.eval_prompts, self.ptx_rows)
-        return engines.Rollouts(self.run, self.sampler, self.prompts, collect)
+        return Rollouts(self.run, self.sampler, self.prompts, collect)
 
 
 def set_up(

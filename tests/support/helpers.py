@@ -41,8 +41,8 @@ import extras.episodes.conversations  # noqa: F401
 import extras.vllm.engine  # noqa: F401
 from plumbing import cli
 from plumbing.data import prompts
+from plumbing.processes import ForkServer
 from plumbing.rewards.sources import Scoring
-from plumbing.rewards.workers import Workers, end
 from plumbing.run import log as run_log
 from plumbing.run.ranks import report_errors
 
@@ -428,14 +428,9 @@ def scores_by(
     reward_sources, rows: list[dict], texts: list[str], responses: list, interrupted=lambda: False
 ) -> dict:
     """Each source's scores of responses that are all there."""
+    scoring = Scoring(reward_sources, interrupted)
     there = threading.Event()  # whether all are there: what a source takes at once does not vary
-
-    class Waiting(Scoring):
-        def _score(self, name):
-            assert there.wait(60), "not all responses came"
-            super()._score(name)
-
-    scoring = Waiting(reward_sources, interrupted)
+    reward_sources.loop.loop.call_soon_threadsafe(there.wait, 60)
     for i, (row, text, response) in enumerate(zip(rows, texts, responses)):
         scoring.add(i, types.SimpleNamespace(row=row, text=text, response=response))
     there.set()
@@ -444,11 +439,12 @@ def scores_by(
     return {name: [each[name] for each in scores] for name in names}
 
 
-def end_workers(*workers) -> None:
-    """Kill the processes of reward sources, which have no job; a run's end with it."""
-    for each in workers:
-        while each.pools:
-            end(each.pools.pop())
+def end_processes(*servers) -> None:
+    """End fork servers, and all that was forked from them."""
+    for server in servers:
+        if server.process:
+            server.control.close()
+            server.process.wait(60)
 
 
 def listed(sampled) -> tuple[list[list[int]], list[dict[str, list[float]]]]:
@@ -520,15 +516,17 @@ def run_here(values: dict | list[str], script: str = "grpo") -> None:
     module = __import__(script)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     line = values if isinstance(values, list) else words(values)
-    made: list[Workers] = []
-    begin = Workers.__init__
+    made: list[ForkServer] = []
+    begin = ForkServer.__init__
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Workers, "__init__", lambda *args: made.append(args[0]) or begin(*args))
+            patch.setattr(
+                ForkServer, "__init__", lambda *args: made.append(args[0]) or begin(*args)
+            )
             patch.setattr(run_log.RunLog, "draw", lambda self: None)
             report_errors()(lambda: module.main(cli.parse(module.Args, line)))()
     finally:
-        end_workers(*made)
+        end_processes(*made)
         for number, handler in handlers.items():
             signal.signal(number, handler)
 

@@ -1,7 +1,10 @@
-"""Coroutines side by side, of which none outlives the call."""
+"""Coroutines side by side, of which none outlives the call, and an event loop in a thread."""
 
 import asyncio
+import threading
 from collections.abc import Callable, Coroutine, Iterable
+from concurrent.futures import Future
+from typing import Any
 
 
 async def run_all(calls: Iterable[Coroutine], ended: Callable[[], bool]) -> None:
@@ -19,3 +22,19 @@ async def run_all(calls: Iterable[Coroutine], ended: Callable[[], bool]) -> None
         for task in tasks:
             task.cancel()
         await asyncio.gather(results, *tasks, return_exceptions=True)
+
+
+class EventLoop:
+    """An event loop in a thread of its own. All threads may use it."""
+
+    def __init__(self):
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, daemon=True).start()
+
+    def start(self, work: Coroutine) -> Future:
+        """Begin a coroutine."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def run(self, work: Coroutine) -> Any:
+        """Return what a coroutine returns."""
+        return self.start(work).result()

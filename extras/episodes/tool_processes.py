@@ -1,0 +1,95 @@
+"""The processes in which tools, environments and agents run: one for each conversation, forked from
+one that has imported the users' files.
+
+A call that lasts longer than --timeout is interrupted; a process that gives no answer then is
+killed.
+"""
+
+import asyncio
+import os
+import resource
+from typing import Any
+
+from extras.episodes.tools import Tools
+from plumbing.processes import SECONDS_TO_LOAD, Ended, Failed, ForkServer, Late, Process
+from utils import UserError
+
+
+class ToolError(Exception):
+    """A call of a tool has failed; the text is for the model."""
+
+
+class EnvironmentFailure(Exception):
+    """An environment raised an exception, hung, died, or returned a value of the wrong type."""
+
+
+class ToolProcesses:
+    """The tools and the environment of a run, or in its place the agent.
+
+    `schemas` describes all tools to the chat template.
+    """
+
+    def __init__(
+        self,
+        tools: tuple[str, ...],
+        environment: str,
+        timeout: float,
+        flag: str = "--environment",
+    ):
+        """Load and describe tools and environment in a process; raise a UserError if that fails.
+
+        `flag` is that of the environment.
+        """
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # a process has a descriptor
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 1 << 16)), hard))
+        self.tools = list(map(os.path.abspath, tools))
+        self.environment = environment and os.path.abspath(environment)
+        self.server = ForkServer([*self.tools, *filter(None, [self.environment])])
+        self.timeout = SECONDS_TO_LOAD
+        process = ToolProcess(self, seed=0)
+        self.timeout = timeout
+
+        async def describe() -> list[dict]:
+            try:
+                return await process.ask("describe")
+            finally:
+                process.kill()
+
+        try:
+            self.schemas = asyncio.run(describe())
+        except (ToolError, EnvironmentFailure) as error:
+            names = " ".join(filter(None, [*tools, environment]))
+            raise UserError(
+                f"{'--tools' if tools else flag} {names}: {error}", local=True
+            ) from error
+
+
+class ToolProcess:
+    """The process of one conversation, see `Process`."""
+
+    def __init__(self, processes: ToolProcesses, seed: int):
+        """`seed`: of the random numbers of tools and environment."""
+        tools, environment = processes.tools, processes.environment
+        self.process = Process(processes.server, Tools, tools, environment, seed)
+        self.kill = self.process.kill
+        self.timeout = processes.timeout
+        self.gone = EnvironmentFailure if environment else ToolError
+
+    async def ask(self, method: str, *arguments: Any) -> Any:
+        """Return the result of a method of `Tools`.
+
+        Raises:
+            ToolError: a tool failed.
+            EnvironmentFailure: the environment failed, or its process is gone.
+        """
+        name = arguments[0] if method == "call" else method
+        try:
+            return await self.process.ask(self.timeout, method, *arguments, interrupt=True)
+        except Late:
+            raise self.gone(f"{name} gave no answer within {self.timeout:g} s") from None
+        except Ended:
+            raise self.gone(f"{name} ended its process, or wrote into its connection") from None
+        except Failed as error:
+            if method == "call":  # the model does not need the place
+                raise ToolError(error.without_place) from None
+            raise EnvironmentFailure(f"{method}: {' '.join(str(error)[:500].split())}") from None
