@@ -45,6 +45,8 @@ class Engine(VllmSampling):
         """Start the engine, or raise a UserError.
 
         Args:
+            args: the flags of a script: those of plumbing.cli.RolloutArgs, model, seed and the
+                lengths of prompts and responses.
             compute_dtype: number format of matrix products; None: float32.
             load_format: "dummy" for random weights until the first `sync`, "auto" for the weights
                 of --model.

@@ -25,6 +25,10 @@ Response = tuple[list[int], dict[str, list]]
 def sampling_settings(seed: int | None, length: int, stop_ids: list[int], args: Any) -> dict:
     """Return the fields of vLLM's SamplingParams for a response, or a turn of a conversation, of at
     most `length` tokens. Without a seed it is greedy.
+
+    Args:
+        args: the flags of a script: those of plumbing.cli.RolloutArgs and ConversationArgs, and
+            temperature.
     """
     return {
         "temperature": 0.0 if seed is None else args.temperature,
@@ -169,7 +173,7 @@ class VllmSampling:
         """Sample a response to each of this rank's queries.
 
         Args:
-            seeds: one per response; None for greedy responses.
+            seeds: one per response; None for greedy responses. args: see `sampling_settings`.
             end: called when a response has ended, with the place of its query, its token ids and, by
                 name, the values of its tokens. An interruption or a failure leaves responses out.
         """

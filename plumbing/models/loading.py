@@ -177,7 +177,11 @@ def load_scalar_model(
 
 
 def add_adapter(model: PreTrainedModel, args: Any) -> None:
-    """Give a model that trains the adapter of --lora_rank, if the flag asks for one."""
+    """Give a model that trains the adapter of --lora_rank, if the flag asks for one.
+
+    Args:
+        args: see `extras.lora.add_lora`.
+    """
     if args.lora_rank:
         from extras.lora import add_lora
 

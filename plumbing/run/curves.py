@@ -20,7 +20,10 @@ def plot_curves(runs: dict[str, Iterable[dict]], path: str, metrics: tuple[str, 
         ValueError: if there is nothing to draw.
     """
     shown = metrics or CURVES
-    tables = [DataFrame(rows, columns=["step", *shown]).set_index("step") for rows in runs.values()]
+    tables = []
+    for rows in runs.values():
+        table = DataFrame(rows, columns=["step", *shown])
+        tables.append(table.set_index("step"))
     drawn = [key for key in shown if any(table[key].notna().any() for table in tables)]
     if not drawn:
         raise ValueError("there is nothing to draw")

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from plumbing.data.rows import Row
 from plumbing.rollout.batch import Sampler
-from plumbing.run.metrics import batch_metrics, correct_responses, sample_rows
+from plumbing.run.metrics import batch_metrics, correct_responses, nanmean, sample_rows
 
 
 def evaluate(sampler: Sampler, rows: list[Row]) -> tuple[dict[str, float], list[dict]]:
@@ -27,14 +27,14 @@ def evaluate(sampler: Sampler, rows: list[Row]) -> tuple[dict[str, float], list[
     metrics = {}
     if reward_sources.verifiers:
         correct = correct_responses(sampled, reward_sources)  # (rows * eval_samples,)
-        metrics["eval/greedy_accuracy"] = correct_responses(greedy, reward_sources).nanmean().item()
-        metrics["eval/accuracy"] = correct.nanmean().item()
+        metrics["eval/greedy_accuracy"] = nanmean(correct_responses(greedy, reward_sources))
+        metrics["eval/accuracy"] = nanmean(correct)
         metrics |= pass_rates(correct.view(len(rows), args.eval_samples))
         datasets = [sample.row.get("dataset") for sample in sampled.samples]
         if len(set(datasets)) > 1:
             for dataset in dict.fromkeys(datasets):
                 of_dataset = torch.tensor([each == dataset for each in datasets])
-                metrics[f"eval/accuracy/{dataset}"] = correct[of_dataset].nanmean().item()
+                metrics[f"eval/accuracy/{dataset}"] = nanmean(correct[of_dataset])
     for name, value in batch_metrics(sampled, reward_sources).items():
         if name in ("val/sequence_lengths", "val/missing_scores") or name.startswith("reward/"):
             metrics[f"eval/{name.removeprefix('val/')}"] = value
@@ -54,7 +54,7 @@ def pass_rates(correct: Tensor) -> dict[str, float]:
     k = 2
     while k <= correct.shape[1]:
         of_prompts = [pass_at_k(samples, count, k) for samples, count in zip(scored, right)]
-        rates[f"eval/pass@{k}"] = torch.tensor(of_prompts, dtype=torch.float64).nanmean().item()
+        rates[f"eval/pass@{k}"] = nanmean(torch.tensor(of_prompts, dtype=torch.float64))
         k *= 2
     return rates
 

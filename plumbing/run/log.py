@@ -64,7 +64,12 @@ class RunLog:
     def __init__(
         self, folder: str, run_id: str, args: Any, world: World, total_steps: int, step: int
     ):
-        """Open the logs in a run's folder, which exists; the run has made `step` steps."""
+        """Open the logs in a run's folder, which exists.
+
+        Args:
+            args: the flags of a script: those of plumbing.cli.RunArgs, and more.
+            total_steps: of the run. step: the last one that it has made.
+        """
         self.folder = folder
         self.world = world
         self.args = args

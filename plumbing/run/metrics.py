@@ -16,6 +16,11 @@ from utils import Sums, warn
 MOST_MISMATCH = 0.02
 
 
+def nanmean(values: Tensor) -> float:
+    """Return the mean of the values that are not NaN; NaN if there are none."""
+    return values.nanmean().item()
+
+
 def batch_metrics(batch: Batch, reward_sources: RewardSources) -> dict[str, float]:
     """Return the metrics of a batch: lengths, stops, correctness, the mean and spread of each reward
     component, and the mean score of the responses that stopped and of those that were cut off.
@@ -27,7 +32,7 @@ def batch_metrics(batch: Batch, reward_sources: RewardSources) -> dict[str, floa
     correct = correct_responses(batch, reward_sources)
     missing = torch.stack([components[name].isnan() for name in reward_sources.sources]).any(0)
     metrics = {
-        "objective/verifiable_correct_rate": correct.nanmean().item(),
+        "objective/verifiable_correct_rate": nanmean(correct),
         "val/sequence_lengths": batch.response_mask.sum().item() / len(batch.samples),
         "val/num_stop_token_ids": int(batch.stopped.sum()),
         "val/missing_scores": int(missing.sum()),
@@ -41,7 +46,7 @@ def batch_metrics(batch: Batch, reward_sources: RewardSources) -> dict[str, floa
     if not batch.scores.isnan().all():
         for end, chosen in (("stopped", batch.stopped), ("cut_off", ~batch.stopped)):
             if chosen.any():
-                metrics[f"reward/{end}"] = batch.scores[chosen].nanmean().item()
+                metrics[f"reward/{end}"] = nanmean(batch.scores[chosen])
     return metrics | conversation_metrics(batch)
 
 
@@ -71,9 +76,12 @@ def conversation_metrics(batch: Batch) -> dict[str, float]:
 
     counts = [conversation.metrics() for conversation in conversations]
     reasons = [conversation.stop_reason for conversation in conversations]
-    means = {f"conversation/{name}": fmean(count[name] for count in counts) for name in counts[0]}
-    shares = {f"stop_reason/{name}": reasons.count(name) / len(reasons) for name in STOP_REASONS}
-    return means | shares
+    metrics = {}
+    for name in counts[0]:
+        metrics[f"conversation/{name}"] = fmean(count[name] for count in counts)
+    for name in STOP_REASONS:
+        metrics[f"stop_reason/{name}"] = reasons.count(name) / len(reasons)
+    return metrics
 
 
 def add_rollout(
@@ -103,7 +111,8 @@ def add_rollout(
     sums.add(responses=m.any(1).sum())
     if estimate_kl and "ref_logprobs" in micro:
         kl = torch.where(m, estimate_kl(logprobs, micro["ref_logprobs"]), 0.0).sum(1)  # (n,)
-        sums.add(kl=kl.sum(), mean_kl=(kl / m.sum(1).clamp(min=1)).sum())
+        lengths = m.sum(1).clamp(min=1)
+        sums.add(kl=kl.sum(), mean_kl=(kl / lengths).sum())
 
 
 def mismatch_metrics(total: dict[str, float], step: int, batch: Batch) -> dict[str, float]:
@@ -117,10 +126,11 @@ def mismatch_metrics(total: dict[str, float], step: int, batch: Batch) -> dict[s
     if "policy_steps" in batch.tokens:  # of an engine
         # distill.py also learns responses of the data set, which no policy has sampled.
         sampled = batch.response_mask & batch.tokens["rollout_logprobs"].isfinite()
-        ages = (step - 1 - batch.tokens["policy_steps"].double()).where(sampled, math.nan)  # (N, T)
+        policy_steps = batch.tokens["policy_steps"].double()
+        ages = (step - 1 - policy_steps).where(sampled, math.nan)  # (N, T), in steps
         newest = ages.nan_to_num(math.inf).amin(1, keepdim=True)
         metrics = {
-            "rollout/staleness": ages.nanmean().item(),
+            "rollout/staleness": nanmean(ages),
             "rollout/staleness_max": ages[sampled].max().item(),
             "rollout/mixed_policies": (ages > newest).any(1).double().mean().item(),
         }

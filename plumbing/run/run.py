@@ -80,7 +80,8 @@ class Run:
         self.optimizers = optimizers
         self.engine = engine
         # metrics: the step's. results, held_out: metrics and samples of the step's evaluation.
-        # evaluated: whether that evaluation is done, or not due.
+        # evaluated: whether that evaluation is done, or not due. `steps` adds whole: whether no
+        # weight has changed since the step, and optimizers: their counters.
         self.state: dict[str, Any] = {
             "step": 0,
             "seconds": 0.0,
@@ -223,6 +224,7 @@ class Run:
         Args:
             key: of the rollout, see `plumbing.rollout.batch.Sampler.rollout`.
         """
+        # A key is name, seed and, of a rollout, the step.
         steps = {"rollout": (self.state["step"] + 1,), "evaluation": ()}
         if steps.get(self.clock.phase) == key[2:3]:
             self.log.show(ended, total)
