@@ -16,7 +16,6 @@ import pytest
 import torch
 import transformers
 from helpers import listed, refused
-from pebble import ThreadPool
 from tiny_models import CPU, make_tokenizer
 from tokenizers.processors import TemplateProcessing
 from torch.nn.functional import pad
@@ -27,6 +26,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import utils
 from grpo import Args, generate
+from plumbing.event_loop import EventLoop
 from plumbing.models.loading import precision
 from plumbing.models.speed import Decoding
 from plumbing.rewards.sources import RewardSources
@@ -390,9 +390,10 @@ class Scores(RewardSources):
 
     models = {}
     verifiers = ("length",)
-    most = math.inf
-    threads = None
+    most = 99
+    at_once = contextlib.nullcontext()
     warned = True
+    loop = EventLoop()
     state = {}
     lock = threading.Lock()
 
@@ -400,7 +401,7 @@ class Scores(RewardSources):
         self.seen = []
         self.sources = {"length": self}
 
-    def score(self, samples):
+    async def score(self, samples):
         self.seen += [(x.row["answer"], x.text, x.response.tolist()) for x in samples]
         return [100.0 * x.row["answer"] + len(x.text) for x in samples]
 
@@ -535,8 +536,7 @@ def test_rollout_on_several_ranks_is_the_same(setting, monkeypatch, by_group, si
     seen = []
     for rank in [*range(size), *range(size)]:
         reward_sources = Scores()
-        if by_group:
-            reward_sources.whole, reward_sources.threads = True, ThreadPool(1)
+        reward_sources.whole = by_group
         of_rank = replace(
             sampler, reward_sources=reward_sources, world=utils.World(rank, size, CPU)
         )
@@ -564,7 +564,6 @@ def test_a_response_is_scored_before_the_next_one_has_ended(setting):
     source = sampler.reward_sources
     seen = []
     end = time.monotonic() + 30
-    source.threads = ThreadPool(1)
 
     def slow(*inputs):
         for response in generate(*inputs):
