@@ -261,17 +261,17 @@ class Process:
 
 
 class Processes:
-    """Processes that make equal objects, for jobs side by side: as many as there are jobs at once."""
+    """Processes that make equal objects, for calls side by side."""
 
-    def __init__(self, server: ForkServer, make: Callable, *arguments: Any):
-        self.start = lambda: Process(server, make, *arguments)
-        self.idle: list[Process] = []
+    def __init__(self, server: ForkServer, make: Callable, count: int):
+        self.at_once = asyncio.Semaphore(count)  # which callers of `ask` hold
+        self.idle = [Process(server, make) for _ in range(count)]
 
     async def ask(self, seconds: float, method: str, *arguments: Any) -> Any:
         """Return the result of a method in one of them, see `Process.ask`. A call whose process ends
         is made once more, in a new one: that it ends may have nothing to do with the call.
         """
-        process = self.idle.pop() if self.idle else self.start()
+        process = self.idle.pop()
         try:
             with contextlib.suppress(Ended):
                 return await process.ask(seconds, method, *arguments)

@@ -27,6 +27,7 @@ from extras.episodes.conversations import (
     Conversations,
 )
 from extras.vllm.sampling import VllmSampling
+from plumbing.event_loop import EventLoop
 from plumbing.models.loading import load_model, precision
 from plumbing.models.speed import Decoding
 from plumbing.rewards.sources import EpisodeSource, RewardSources
@@ -237,6 +238,7 @@ class EnvironmentRewards(RewardSources):
     lock = contextlib.nullcontext()
     models = {}
     state = {}
+    loop = EventLoop()
     verifiers = ("episode",)
 
     def __init__(self):
@@ -344,7 +346,11 @@ def test_failed_environments_are_left_out(batch, script, monkeypatch):
     scored = EnvironmentRewards()
     scored.sources["model"] = scored.sources.pop("episode")
     scored.verifiers = ()
-    monkeypatch.setattr(EpisodeSource, "score", lambda *_: [2.0, 3.0, 3.0, 3.0])
+
+    async def score(source, samples) -> list[float]:
+        return [3.0] * len(samples)
+
+    monkeypatch.setattr(EpisodeSource, "score", score)
     args = args_of(
         script, reward=("model",), rollout_batch_size=1, group_size=4, filter_groups="none"
     )

@@ -313,7 +313,7 @@ def test_processes_import_no_torch(make):
     }
     has_torch = [("'torch' in __import__('sys').modules",)]
     asked = reward_sources.sources["math"].ask(10.0, "score", eval, has_torch)
-    assert reward_sources.loop.run(asked) == ([[False, ""]], "")
+    assert reward_sources.loop.run(asked) == ([[False], ""], "")
 
 
 def test_a_response_that_hangs_math_is_wrong(make):
@@ -379,10 +379,10 @@ def test_a_call_whose_process_ends_is_made_once_more(tmp_path):
     die = "__import__('os').kill(__import__('os').getpid(), 9)"
     dies_once = f"__import__('os').path.exists({mark!r}) or (open({mark!r}, 'x'), {die})"
     server = ForkServer([])
-    ask = Processes(server, verifiers.Checks).ask
+    ask = Processes(server, verifiers.Checks, 1).ask
     run = lambda code: ask(60.0, "score", eval, [(code,)])
     loop = EventLoop()
-    assert loop.run(run(dies_once)) == [[True, ""]]
+    assert loop.run(run(dies_once)) == [[True], ""]
     with pytest.raises(Ended):
         loop.run(run(die))
     end_processes(server)
@@ -393,7 +393,7 @@ def test_a_call_that_no_process_begins_fails_in_time(monkeypatch):
     monkeypatch.setattr(processes_module, "SECONDS_TO_LOAD", 0.3)
     monkeypatch.setattr(ForkServer, "fork", lambda *_: None)
     with pytest.raises((Late, Ended)):
-        EventLoop().run(Processes(ForkServer([]), verifiers.Checks).ask(0.2, "score", exec, []))
+        EventLoop().run(Processes(ForkServer([]), verifiers.Checks, 1).ask(0.2, "score", exec, []))
 
 
 def test_a_process_that_dies_between_calls_is_replaced(make):
@@ -411,7 +411,7 @@ import asyncio
 from plumbing.processes import ForkServer, Processes
 from plumbing.rewards.verifiers import Checks
 code = "import os; os.write(2, b'%d\\\\n' % os.getpid()); 9 ** 9 ** 9"
-asyncio.run(Processes(ForkServer([]), Checks).ask(600, "score", exec, [(code,)]))
+asyncio.run(Processes(ForkServer([]), Checks, 1).ask(600, "score", exec, [(code,)]))
 """
     process = subprocess.Popen(
         [sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, cwd=ROOT

@@ -2,14 +2,12 @@
 batch, and text to token ids.
 """
 
-import asyncio
 import contextlib
 import dataclasses
 import math
 import pickle
 import threading
 import time
-from collections import defaultdict
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -392,12 +390,12 @@ class Scores(RewardSources):
 
     models = {}
     verifiers = ("length",)
-    most = 1 << 30
+    most = 99
+    at_once = contextlib.nullcontext()
     warned = True
+    loop = EventLoop()
     state = {}
     lock = threading.Lock()
-    loop = EventLoop()
-    at_once = defaultdict(lambda: asyncio.Semaphore(1))
 
     def __init__(self):
         self.seen = []
@@ -488,7 +486,7 @@ def test_rollout_lays_out_the_batch(setting):
         assert batch.stopped[i].item() == (response[-1] in sampler.stop_ids)
         assert sample.text == sampler.tokenizer.decode(response, skip_special_tokens=True)
         assert batch.reward_components["length"][i] == 100 * (i // 3) + len(sample.text)
-        assert (i // 3, sample.text, response) in sampler.reward_sources.seen
+        assert sampler.reward_sources.seen[i] == (i // 3, sample.text, response)
         assert batch.lengths[i] == len(query) + len(response)
     assert len(batch.samples) == 15 and batch.stopped.any() and not batch.stopped.all()
     assert (
@@ -538,8 +536,7 @@ def test_rollout_on_several_ranks_is_the_same(setting, monkeypatch, by_group, si
     seen = []
     for rank in [*range(size), *range(size)]:
         reward_sources = Scores()
-        if by_group:
-            reward_sources.whole = True
+        reward_sources.whole = by_group
         of_rank = replace(
             sampler, reward_sources=reward_sources, world=utils.World(rank, size, CPU)
         )

@@ -6,6 +6,7 @@ returns None, NaN, infinity or over 1e18 gives no score: never a silent zero.
 """
 
 import asyncio
+import contextlib
 import functools
 import importlib.util
 import itertools
@@ -170,20 +171,13 @@ class RewardSources:
         self.lock = threading.Lock()  # of what rollouts share that end at the same time
         self.loop = EventLoop()  # all sources but reward models are asked there
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        # Calls of sources of a kind at the same time. Functions share a process and what it holds.
-        self.at_once = {
-            "verifier": asyncio.Semaphore(
-                args.reward_workers or max(1, (os.cpu_count() or 1) // ranks)
-            ),
-            "function": asyncio.Semaphore(1),
-            "server": asyncio.Semaphore(8),
-            "episode": asyncio.Semaphore(1),
-        }
+        count = args.reward_workers or max(1, (os.cpu_count() or 1) // ranks)
         used = [verifiers.verifier(name) for name in args.reward if kind_of(name) == "verifier"]
         self.server = ForkServer([name for x in used for name in (x.check.__module__, x.package)])
         processes = {
-            "verifier": Processes(self.server, verifiers.Checks),
-            "function": Processes(self.server, Functions),
+            "verifier": Processes(self.server, verifiers.Checks, count),
+            # One for all functions and what they hold.
+            "function": Processes(self.server, Functions, 1),
         }
         self.sources: dict[str, Any] = {}  # a Source or a ModelSource each
         self.models: dict[str, "ModelSource"] = {}
@@ -263,8 +257,8 @@ class Scoring:
         self.reward_sources = reward_sources
         self.interrupted = interrupted
         self.samples: dict[int, Any] = {}  # by their places
-        # Places by source; used in the event loop only.
-        self.waiting: dict[str, list[int]] = {name: [] for name in reward_sources.sources}
+        # Samples by source; used in the event loop only.
+        self.waiting: dict[str, list] = {name: [] for name in reward_sources.sources}
         self.jobs: list[Future] = []
 
     def add(self, place: int, sample) -> None:
@@ -278,30 +272,22 @@ class Scoring:
         sample.scores = dict.fromkeys(sources, 0.0) | dict.fromkeys(scored_by, math.nan)
         for name in scored_by:
             if not sources[name].whole and name not in self.reward_sources.models:
-                self._start(name, [place])
+                self._start(name, [sample])
 
-    def _start(self, name: str, places: list[int]) -> None:
-        self.jobs.append(self.reward_sources.loop.start(self._score(name, places)))
+    def _start(self, name: str, samples: list) -> None:
+        self.jobs.append(self.reward_sources.loop.start(self._score(name, samples)))
 
-    async def _score(self, name: str, places: list[int]) -> None:
-        """Have a source score some responses, or others that wait for it, once it is free."""
+    async def _score(self, name: str, samples: list) -> None:
+        """Have a source score some samples, with others that wait for it, once it is free."""
         source = self.reward_sources.sources[name]
         waiting = self.waiting[name]
-        waiting += places
+        waiting += samples
         await asyncio.sleep(0.002)  # what ends at the same time is scored together
-        async with self.reward_sources.at_once[kind_of(name)]:
-            count = len(waiting) if source.whole else source.most
-            taken = sorted(waiting[:count])
-            del waiting[:count]
+        async with source.at_once:
+            taken = waiting[: source.most]
+            del waiting[: source.most]
             if taken:  # else another call has taken them
-                samples = [self.samples[place] for place in taken]
-                self._keep(name, samples, await source.score(samples))
-
-    def _keep(self, name: str, samples: list, results: list) -> None:
-        for sample, result in zip(samples, results):
-            numbers = result if isinstance(result, dict) else {"score": result}
-            for key, number in numbers.items():
-                sample.scores[f"{name}/{key}".removesuffix("/score")] = finite_or_nan(number)
+                keep(name, taken, await source.score(taken))
 
     def finish(self) -> list:
         """Wait for all scores, and return the samples in order; if interrupted, scores may be
@@ -313,16 +299,15 @@ class Scoring:
         """
         begin = time.monotonic()
         samples = [self.samples[place] for place in sorted(self.samples)]
-        for name, source in self.reward_sources.sources.items():
-            if source.whole:
-                places = [i for i, x in self.samples.items() if is_scored_by(x.row, name)]
-                self._start(name, places)
-        # Ranks that share a reward model make its passes together: in each of them one rollout
-        # after the other, with all models of a rollout.
+        # Ranks that share reward models make their passes together: everywhere one rollout after
+        # the other, with all models of a rollout.
         with self.reward_sources.lock:
-            for name, model in self.reward_sources.models.items():
+            for name, source in self.reward_sources.sources.items():
                 scored = [sample for sample in samples if is_scored_by(sample.row, name)]
-                self._keep(name, scored, model.score(scored))
+                if name in self.reward_sources.models:
+                    keep(name, scored, source.score(scored))
+                elif source.whole:
+                    self._start(name, scored)
         while (jobs := wait(self.jobs, timeout=0.1)).not_done and not self.interrupted():
             pass
         for job in jobs.not_done:
@@ -340,6 +325,14 @@ class Scoring:
         return samples
 
 
+def keep(name: str, samples: list, results: list) -> None:
+    """Add what a source has returned to the scores of samples."""
+    for sample, result in zip(samples, results):
+        numbers = result if isinstance(result, dict) else {"score": result}
+        for key, number in numbers.items():
+            sample.scores[f"{name}/{key}".removesuffix("/score")] = finite_or_nan(number)
+
+
 # ---- each kind of source, but for reward models --------------------------------------------------
 
 
@@ -352,11 +345,15 @@ class Source:
     failure = ""  # the last reason for a score that is missing
     warned = False  # whether a missing score was reported
 
+    at_once: Any = contextlib.nullcontext()  # a Semaphore: of calls of `score` at the same time
+
     def __init__(self, name: str, timeout: float, processes: Any):
         """`processes`: the Processes of this kind of source, None if it has none."""
         self.name = name
         self.timeout = timeout
         self.processes = processes
+        if processes:
+            self.at_once = processes.at_once
 
     async def load(self) -> None:
         """Learn what the source says of itself, before anything is scored."""
@@ -371,19 +368,15 @@ class Source:
         """
         raise NotImplementedError
 
-    async def ask(self, seconds: float, method: str, *arguments) -> tuple[Any, str]:
+    async def ask(self, seconds: float, method: str, *arguments: Any) -> tuple[Any, str]:
         """Return (what a process answers, ""), or (None, the reason) if the call fails."""
         try:
             return await self.processes.ask(seconds, method, *arguments), ""
-        except (Failed, Late, Ended) as error:
-            kind = "TimeoutError: " if isinstance(error, Late) else ""
-            return None, f"{kind}{error}"[:1000]
-
-    def note(self, failure: str) -> None:
-        """Keep why scores are missing, if they are; of a time limit its flag."""
-        if failure.startswith("TimeoutError"):
-            failure = f"TimeoutError: no result within --timeout {self.timeout:g} s"
-        self.failure = failure or self.failure
+        except Late:
+            flag = "--timeout " if seconds == self.timeout else ""
+            return None, f"TimeoutError: no result within {flag}{seconds:g} s"
+        except (Failed, Ended) as error:
+            return None, str(error)[:1000]
 
 
 class VerifierSource(Source):
@@ -401,25 +394,19 @@ class VerifierSource(Source):
             self.check = functools.partial(self.check, seconds=0.8 * timeout)
 
     async def score(self, samples):
-        calls = []
-        for sample in samples:
-            reference = values_of(sample.row).get(self.verifier.column)
-            calls.append((final_turn(sample), reference))
-        scores = []
-        for (score, failure), (_, reference) in zip(await self._check(calls), calls):
-            if failure.startswith("TimeoutError") and self.verifier.limit < math.inf:
-                # Comparing a formula can last forever. Then the response is wrong, unless the
-                # reference is to blame.
-                ((score, failure),) = await self._check([("", reference)])
-                failure = failure and f"the reference {reference!r:.60} alone: {failure}"
-            self.note(failure)
-            scores.append(score)
+        column = self.verifier.column
+        calls = [(final_turn(sample), values_of(sample.row).get(column)) for sample in samples]
+        checked, failure = await self.ask(self.limit, "score", self.check, calls)
+        if failure.startswith("TimeoutError") and self.verifier.limit < math.inf:
+            # Comparing a formula can last forever. Then the response, the only one of the call, is
+            # wrong, unless the reference is to blame.
+            ((_, reference),) = calls
+            alone = [("", reference)]
+            checked, failure = await self.ask(self.limit, "score", self.check, alone)
+            failure = f"the reference {reference!r:.60} alone: {failure}"
+        scores, reason = checked or ([None] * len(calls), failure)
+        self.failure = reason or self.failure
         return scores
-
-    async def _check(self, calls: list[tuple]) -> list[tuple]:
-        """Return (score, "") of each call, or (None, the reason) if it fails."""
-        results, failure = await self.ask(self.limit, "score", self.check, calls)
-        return results or [(None, failure)] * len(calls)
 
 
 class FunctionSource(Source):
@@ -447,7 +434,7 @@ class FunctionSource(Source):
         # The process may be a new one, and the time of a call is not for imports.
         await self.ask(SECONDS_TO_LOAD, "attributes", self.name)
         results, failure = await self.ask(self.timeout, "score", *call)
-        self.note(failure)
+        self.failure = failure or self.failure
         return results or [None] * len(samples)
 
 
@@ -473,9 +460,12 @@ class ServerSource(Source):
 
     async def load(self):
         """Ask GET /health for `verifies` and `whole`, which a server without that page lacks."""
+        self.at_once = asyncio.Semaphore(8)
         try:
             health = await self._request("GET", f"{self.name.rstrip('/')}/health")
             self.verifies, self.whole = bool(health["verifies"]), bool(health.get("whole"))
+            if self.whole:
+                self.most = Source.most
         except Exception:  # an address may answer anything
             warn(
                 f"--reward {self.name}: has no /health, so a score of 1 or more counts as a correct response"
@@ -507,7 +497,7 @@ class ServerSource(Source):
                 if isinstance(error, (ValueError, TypeError, LookupError)):
                     break  # it is no answer, and there will be no other one
             await sleep(pause)
-        self.note(reason)
+        self.failure = reason
         return [math.nan] * count
 
     async def _request(self, method: str, url: str, content: str = "") -> dict:

@@ -90,14 +90,16 @@ class Checks:
         # math-verify warns at every call that its time limits are off.
         logging.disable(logging.WARNING)
 
-    def score(self, check: Callable, calls: list[tuple]) -> list[tuple]:
-        """Return (score, "") of a check with each of the arguments, or (None, reason) where it
-        raises an exception.
+    def score(self, check: Callable, calls: list[tuple]) -> tuple[list, str]:
+        """Return the score of a check with each of the arguments, None where it raises an
+        exception, and the last one of these.
         """
-        results = []
+        scores = []
+        reason = ""
         for arguments in calls:
             try:
-                results.append((check(*arguments), ""))
+                scores.append(check(*arguments))
             except BaseException as error:
-                results.append((None, f"{type(error).__name__}: {error}"[:1000]))
-        return results
+                scores.append(None)
+                reason = f"{type(error).__name__}: {error}"[:1000]
+        return scores, reason
