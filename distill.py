@@ -46,7 +46,7 @@ from transformers import PreTrainedModel
 
 import utils
 from plumbing import cli
-from plumbing.cli import NonNegativeInt, PositiveFloat, PositiveInt, PositiveShare, Share
+from plumbing.cli import Fraction, NonNegativeInt, PositiveFloat, PositiveFraction, PositiveInt
 from plumbing.data.mixture import count_steps, take_prompts
 from plumbing.data.rows import Row
 from plumbing.models import loading
@@ -68,7 +68,9 @@ from plumbing.run.ranks import report_errors
 from plumbing.run.setup import set_up
 
 CHUNK_TOKENS = 256  # response tokens whose logits are held at once
-ROLLOUT_OUTPUTS = ("rollout_logprobs",)  # what `generate` stores per token; vLLM has this one alone
+ROLLOUT_OUTPUTS = ("rollout_logprobs",)  # what `generate` stores per token; vLLM returns only this
+MAX_LOG_RATIO = 20  # in nats: exp of more would swamp a batch
+SHRINK_AT = 0.25  # share of finished rows at which the decode loop drops them
 
 
 @dataclass
@@ -103,7 +105,7 @@ class Args(
     teacher: str = ""
     """Model to learn from: a causal language model's folder or hub name, with the vocabulary of
     --model; "" for none, which is supervised fine-tuning on the data set's responses."""
-    on_policy_share: Share = 1.0
+    on_policy_share: Fraction = 1.0
     """Probability lambda with which a prompt is answered by the student; else by the response of
     its row."""
     response_column: str = ""
@@ -112,7 +114,7 @@ class Args(
     something."""
     divergence: Literal["reverse_kl", "forward_kl", "jsd"] = "reverse_kl"
     """Divergence from the teacher that is minimised."""
-    jsd_beta: PositiveShare = 0.5
+    jsd_beta: PositiveFraction = 0.5
     """Weight beta of the teacher in the mixture of jsd."""
     estimator: Literal["exact", "sampled"] = "exact"
     """Sum over the vocabulary, or the policy gradient of the reverse KL from the sampled tokens
@@ -166,7 +168,7 @@ class Args(
 
 
 def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Return the sum of x where mask is set; what stands elsewhere, NaN included, does not leak."""
+    """Return the sum of x where mask is set; other entries are ignored, even NaN."""
     return torch.where(mask, x, 0.0).sum(dim)
 
 
@@ -199,7 +201,7 @@ def sampled_reverse_kl(
     r * (log p - log q), where only the ratio r = p / p_rollout has a gradient: a policy gradient
     with the advantage -(log p - log q) of the token and importance weights.
     """
-    ratio = (logprobs - rollout_logprobs).clamp(-20, 20).exp()
+    ratio = (logprobs - rollout_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     return ratio * (logprobs - teacher_logprobs).detach()
 
 
@@ -373,12 +375,12 @@ def generate(
     lengths = lengths or [args.max_response_length] * len(queries)
     length = max(lengths)
     ends = torch.tensor(lengths, device=device)  # (N,), where each response ends at the latest
-    # Padded with a token that the prompt has: a repetition penalty also reads what is masked.
+    # Pad with the first token of the prompt: a repetition penalty also reads padding.
     padded = [(*prompt[:1] * (width - len(prompt)), *prompt) for prompt in prompts]
     input_ids = torch.tensor(padded, device=device)  # (P, width); later (n, 1)
     masks = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    mask = torch.tensor(masks, device=device)  # (P, width); later (n, tokens so far)
-    positions = (mask.cumsum(1) - 1).clamp(0)
+    attention = torch.tensor(masks, device=device)  # (P, width); later (n, tokens so far)
+    positions = (attention.cumsum(1) - 1).clamp(0)
     sequences = nn.functional.pad(input_ids[prompt_of], (0, length))  # (N, width + T)
     outputs = {name: torch.zeros(len(queries), length, device=device) for name in ROLLOUT_OUTPUTS}
     processors = logits_processors(args, width, stop_ids, uniforms is not None, device)
@@ -391,23 +393,23 @@ def generate(
     for t in range(length):
         predicted = model(
             input_ids=input_ids,
-            attention_mask=mask,
+            attention_mask=attention,
             position_ids=positions,
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
         )
         cache = predicted.past_key_values
-        scores = predicted.logits[:, -1].float()  # (n, V)
+        logits = predicted.logits[:, -1].float()  # (n, V)
         if t == 0:  # from the prompts' rows to those of the responses
-            scores, mask, positions = (x[prompt_of] for x in (scores, mask, positions))
+            logits, attention, positions = (x[prompt_of] for x in (logits, attention, positions))
             expand_cache(cache, torch.tensor(prompt_of, device=device))
         for process in processors:
-            scores = process(sequences[running, : width + t], scores)
-        token_logprobs = scores.log_softmax(-1)
+            logits = process(sequences[running, : width + t], logits)
+        token_logprobs = logits.log_softmax(-1)
         if uniforms is None:
             tokens = token_logprobs.argmax(-1, keepdim=True)  # (n, 1)
-        else:  # NaN logits give any token; `Sampler.rollout` fails on them, after all rows
+        else:  # NaN logits give any token; `Sampler.rollout` raises an error behind the last row
             tokens = invert_distribution(token_logprobs.exp(), uniforms[running, t, None])
         sequences[running, width + t] = tokens[:, 0]
         outputs["rollout_logprobs"][running, t] = token_logprobs.gather(1, tokens)[:, 0]
@@ -425,16 +427,16 @@ def generate(
             return
         input_ids = tokens
         positions = positions[:, -1:] + 1
-        mask = nn.functional.pad(mask, (0, 1), value=1)
-        if 4 * finished_count >= len(running):
+        attention = nn.functional.pad(attention, (0, 1), value=1)
+        if finished_count >= SHRINK_AT * len(running):
             kept = ~finished
             running = running[kept]
             input_ids = input_ids[kept]
             positions = positions[kept]
-            mask = mask[kept]
+            attention = attention[kept]
             finished = finished[kept]
             finished_count = 0
-            # Not `batch_select_indices`, which leaves recurrent states out.
+            # It also selects the rows of recurrent states.
             cache.reorder_cache(kept.nonzero()[:, 0])
 
 

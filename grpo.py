@@ -21,8 +21,8 @@ Deliberate choices:
 6. A response that could not be scored is left out of its group and counted. It is never a silent
    zero.
 7. Training rows are padded on the right and attended causally: no attention mask, no position ids.
-8. Per-token tensors live in `Batch.tokens`, (N, T) by name. One that `generate` or the loop puts
-   there is gathered, padded and sliced with the rest; the loss finds it as `micro[name]`, without
+8. Per-token tensors live in `Batch.tokens`, (N, T) by name. Any tensor put there by `generate` or by
+   the loop is gathered, padded and sliced with the rest; the loss finds it as `micro[name]`, without
    gradient.
 
     bash scripts/demo.sh                                                              # a tiny model on a CPU, minutes
@@ -42,7 +42,14 @@ from transformers import PreTrainedModel
 
 import utils
 from plumbing import cli
-from plumbing.cli import Factor, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share
+from plumbing.cli import (
+    Factor,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
 from plumbing.data.mixture import take_prompts
 from plumbing.data.rows import Row
 from plumbing.models.forward import head_logits, last_hidden_states, recomputed
@@ -82,14 +89,16 @@ VARIANTS = {
     "grpo": Variant("ppo", "sequence", "group", 0.2, 0.2),  # DeepSeekMath, arXiv:2402.03300, eq. 3
     "dr_grpo": Variant("ppo", "constant", "none", 0.2, 0.2),  # Dr. GRPO, arXiv:2503.20783
     "dapo": Variant("ppo", "step_token", "group", 0.2, 0.28),  # DAPO, arXiv:2503.14476, eq. 8
-    "bnpo": Variant("ppo", "token", "group", 0.2, 0.2),  # TRL's name: mean over an update's tokens
+    "bnpo": Variant("ppo", "token", "group", 0.2, 0.2),  # so called by TRL; mean over an update
     "gspo": Variant("gspo", "sequence", "group", 3e-4, 4e-4),  # arXiv:2507.18071, eq. 13, by token
     "cispo": Variant("cispo", "token", "group", 1.0, 4.0),  # MiniMax-M1, arXiv:2506.13585, eq. 4
     "sapo": Variant("sapo", "sequence", "group", 0.0, 0.0),  # arXiv:2511.20347, eq. 5; no clip
     "reinforce": Variant("reinforce", "token", "group", 0.0, 0.0),  # -A log pi, no ratio
 }
 CHUNK_TOKENS = 512  # response tokens whose logits are held at once
-ROLLOUT_OUTPUTS = ("rollout_logprobs",)  # what `generate` stores per token; vLLM has this one alone
+ROLLOUT_OUTPUTS = ("rollout_logprobs",)  # what `generate` stores per token; vLLM returns only this
+MAX_LOG_RATIO = 20  # in nats: exp of more would swamp a batch
+SHRINK_AT = 0.25  # share of finished rows at which the decode loop drops them
 
 
 @dataclass
@@ -137,13 +146,13 @@ class Args(
     """Divide advantages by the deviation of the group's scores, the step's, or by nothing; gdpo
     normalizes each reward in its group, and their weighted sum over the step (arXiv:2601.05242);
     default: the variant's."""
-    clip_low: Share | None = None
+    clip_low: Fraction | None = None
     """The ratio is clipped below at 1 - this; default: the variant's."""
     clip_high: NonNegativeFloat | None = None
     """The ratio is clipped above at 1 + this; default: the variant's."""
     dual_clip: NonNegativeFloat = 0.0
-    """Where the advantage is negative, the loss is at most -A times this (> 1; verl: 3.0); 0 for no
-    such bound."""
+    """Bound of the loss where the advantage is negative: at most -A times this, which must be above
+    1 (verl: 3.0); 0 for no bound."""
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus."""
 
@@ -246,7 +255,7 @@ def variant_of(args: Args) -> Variant:
 
 
 def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Return the sum of x where mask is set; what stands elsewhere, NaN included, does not leak."""
+    """Return the sum of x where mask is set; other entries are ignored, even NaN."""
     return torch.where(mask, x, 0.0).sum(dim)
 
 
@@ -273,8 +282,8 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
         return d.abs()
     if estimator == "k2":
         return d.square() / 2
-    # Both d are clamped: below -20 the gradient of the second, 1, would push d further down.
-    d = d.clamp(min=-20)
+    # Clamp d in both terms: below -20 the linear one would still push d down.
+    d = d.clamp(min=-MAX_LOG_RATIO)
     return torch.exp(-d) + d - 1
 
 
@@ -282,11 +291,11 @@ def kl_ratio(logprobs: Tensor, old_logprobs: Tensor, estimator: str) -> Tensor:
     """Return pi / pi_old of each token, any shape: its product with `kl_estimate` has the gradient
     of the reverse KL.
 
-    For k1 and k3 the ratio has a gradient: the mean of the product is the KL. For k2 it has none:
-    the gradient of k2 is right on policy, and the ratio weights it off policy.
+    For k1 and k3 the ratio has a gradient, and the mean of the product is the KL. For k2 the ratio
+    has none: it only weights the gradient of k2, which is that of the KL on policy.
     Source: DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, eq. 7.
     """
-    ratio = torch.exp((logprobs - old_logprobs).clamp(-20, 20))
+    ratio = torch.exp((logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
     return ratio.detach() if estimator == "k2" else ratio
 
 
@@ -345,7 +354,7 @@ def policy_loss(
         # One ratio per sequence; logprobs - logprobs.detach() is 0 and carries the gradient.
         sequence = masked_mean(log_ratio, mask, 1)[:, None]
         log_ratio = sequence.detach() + (logprobs - logprobs.detach())
-    ratio = torch.exp(log_ratio.clamp(-20, 20))
+    ratio = torch.exp(log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
     if kind == "cispo":
         weight = ratio.clamp(1 - clip_low, 1 + clip_high).detach()
         return -weight * advantages * logprobs, weight != ratio
@@ -353,15 +362,17 @@ def policy_loss(
         # The temperatures of the paper.
         tau = torch.full_like(advantages, 1.05).masked_fill(advantages > 0, 1.0)
         return -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages, torch.zeros_like(mask)
-    outside = (ratio < 1 - clip_low) & (advantages < 0) | (ratio > 1 + clip_high) & (advantages > 0)
+    too_low = (ratio < 1 - clip_low) & (advantages < 0)
+    too_high = (ratio > 1 + clip_high) & (advantages > 0)
+    clipped = too_low | too_high
     loss = torch.maximum(
         -advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
     )
     if dual_clip:
         bounded = (advantages < 0) & (loss > -advantages * dual_clip)
         loss = torch.where(bounded, -advantages * dual_clip, loss)
-        outside = outside | bounded
-    return loss, outside
+        clipped = clipped | bounded
+    return loss, clipped
 
 
 def old_policy(args: Args, correction: str, updates_per_step: int) -> str:
@@ -395,7 +406,7 @@ def correction_weights(
     log_ratio = torch.where(mask, old_logprobs.detach() - rollout_logprobs, 0.0)
     if kind == "sequence_mask":
         log_ratio = log_ratio.sum(1, keepdim=True).expand_as(log_ratio)
-    rho = log_ratio.clamp(-20, 20).exp()
+    rho = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     if kind == "none":
         return torch.ones_like(rho)
     if kind == "truncate":
@@ -407,34 +418,36 @@ def correction_weights(
 def aggregate(
     x: Tensor, mask: Tensor, how: str, tokens: float, sequences: int, max_length: int
 ) -> Tensor:
-    """Return a micro-batch's share of the loss of its optimizer batch.
+    """Return a micro-batch's share of the loss of its update.
 
     Args:
         x: (N, T). mask: (N, T) bool.
         how: "token" or "step_token" = sum / tokens; "sequence" = mean of token means;
             "sequence_sum" = mean of sums; "constant" = sum / (sequences * max_length).
-        tokens, sequences: of the whole optimizer batch, over all ranks and micro-batches.
+        tokens, sequences: of the whole update, over all ranks and micro-batches.
     """
     if how == "sequence":
         return masked_mean(x, mask, 1).sum() / sequences
-    divisor = {"sequence_sum": sequences, "constant": sequences * max_length}.get(how, tokens)
-    return masked_sum(x, mask) / divisor
+    if how == "sequence_sum":
+        return masked_sum(x, mask) / sequences
+    if how == "constant":
+        return masked_sum(x, mask) / (sequences * max_length)
+    return masked_sum(x, mask) / tokens
 
 
 def loss_reduction(
     how: str, mask: Tensor, mini: list[int], updates: list[tuple[int, list[int]]], max_length: int
 ) -> Callable:
-    """Return `aggregate` as a function (x, mask) -> loss, with the counts of an optimizer batch.
+    """Return `aggregate` as a function (x, mask) -> loss, with the counts of an update.
 
     Args:
         how: as in `aggregate`. mask: (N, T) bool, of all responses of the step.
-        mini: the responses of this optimizer batch. updates: (epoch, responses) of every optimizer
-            batch of the step.
+        mini: the responses of this update. updates: (epoch, responses) of every update of the step.
     """
-    # "step_token" divides by the mean number of tokens per update: then the mean of the updates'
-    # losses is the mean over the step's tokens.
-    counted = [rows for _, rows in updates] if how == "step_token" else [mini]
-    tokens = sum(mask[rows].sum().item() for rows in counted) / len(counted)
+    tokens = mask[mini].sum().item()
+    if how == "step_token":
+        # Tokens per update, on average: then the mean of the updates' losses is that of all tokens.
+        tokens = sum(mask[rows].sum().item() for _, rows in updates) / len(updates)
     return functools.partial(
         aggregate, how=how, tokens=tokens, sequences=len(mini), max_length=max_length
     )
@@ -552,12 +565,12 @@ def generate(
     lengths = lengths or [args.max_response_length] * len(queries)
     length = max(lengths)
     ends = torch.tensor(lengths, device=device)  # (N,), where each response ends at the latest
-    # Padded with a token that the prompt has: a repetition penalty also reads what is masked.
+    # Pad with the first token of the prompt: a repetition penalty also reads padding.
     padded = [(*prompt[:1] * (width - len(prompt)), *prompt) for prompt in prompts]
     input_ids = torch.tensor(padded, device=device)  # (P, width); later (n, 1)
     masks = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    mask = torch.tensor(masks, device=device)  # (P, width); later (n, tokens so far)
-    positions = (mask.cumsum(1) - 1).clamp(0)
+    attention = torch.tensor(masks, device=device)  # (P, width); later (n, tokens so far)
+    positions = (attention.cumsum(1) - 1).clamp(0)
     sequences = nn.functional.pad(input_ids[prompt_of], (0, length))  # (N, width + T)
     outputs = {name: torch.zeros(len(queries), length, device=device) for name in ROLLOUT_OUTPUTS}
     processors = logits_processors(args, width, stop_ids, uniforms is not None, device)
@@ -570,23 +583,23 @@ def generate(
     for t in range(length):
         predicted = model(
             input_ids=input_ids,
-            attention_mask=mask,
+            attention_mask=attention,
             position_ids=positions,
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
         )
         cache = predicted.past_key_values
-        scores = predicted.logits[:, -1].float()  # (n, V)
+        logits = predicted.logits[:, -1].float()  # (n, V)
         if t == 0:  # from the prompts' rows to those of the responses
-            scores, mask, positions = (x[prompt_of] for x in (scores, mask, positions))
+            logits, attention, positions = (x[prompt_of] for x in (logits, attention, positions))
             expand_cache(cache, torch.tensor(prompt_of, device=device))
         for process in processors:
-            scores = process(sequences[running, : width + t], scores)
-        token_logprobs = scores.log_softmax(-1)
+            logits = process(sequences[running, : width + t], logits)
+        token_logprobs = logits.log_softmax(-1)
         if uniforms is None:
             tokens = token_logprobs.argmax(-1, keepdim=True)  # (n, 1)
-        else:  # NaN logits give any token; `Sampler.rollout` fails on them, after all rows
+        else:  # NaN logits give any token; `Sampler.rollout` raises an error behind the last row
             tokens = invert_distribution(token_logprobs.exp(), uniforms[running, t, None])
         sequences[running, width + t] = tokens[:, 0]
         outputs["rollout_logprobs"][running, t] = token_logprobs.gather(1, tokens)[:, 0]
@@ -604,16 +617,16 @@ def generate(
             return
         input_ids = tokens
         positions = positions[:, -1:] + 1
-        mask = nn.functional.pad(mask, (0, 1), value=1)
-        if 4 * finished_count >= len(running):
+        attention = nn.functional.pad(attention, (0, 1), value=1)
+        if finished_count >= SHRINK_AT * len(running):
             kept = ~finished
             running = running[kept]
             input_ids = input_ids[kept]
             positions = positions[kept]
-            mask = mask[kept]
+            attention = attention[kept]
             finished = finished[kept]
             finished_count = 0
-            # Not `batch_select_indices`, which leaves recurrent states out.
+            # It also selects the rows of recurrent states.
             cache.reorder_cache(kept.nonzero()[:, 0])
 
 

@@ -47,7 +47,14 @@ from transformers import PreTrainedModel
 
 import utils
 from plumbing import cli
-from plumbing.cli import Factor, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share
+from plumbing.cli import (
+    Factor,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
 from plumbing.data.mixture import take_prompts
 from plumbing.data.rows import Row
 from plumbing.models.forward import head_logits, last_hidden_states, recomputed
@@ -74,7 +81,9 @@ from plumbing.run.ranks import report_errors
 from plumbing.run.setup import set_up
 
 CHUNK_TOKENS = 512  # response tokens whose logits are held at once
-ROLLOUT_OUTPUTS = ("rollout_logprobs",)  # what `generate` stores per token; vLLM has this one alone
+ROLLOUT_OUTPUTS = ("rollout_logprobs",)  # what `generate` stores per token; vLLM returns only this
+MAX_LOG_RATIO = 20  # in nats: exp of more would swamp a batch
+SHRINK_AT = 0.25  # share of finished rows at which the decode loop drops them
 
 
 @dataclass
@@ -113,7 +122,7 @@ class Args(
     """The algorithm, which is how scores become advantages."""
     ratio: Literal["token", "sequence"] = "token"
     """Importance ratio of each token, or one of the whole response."""
-    gamma: Share = 1.0
+    gamma: Fraction = 1.0
     """Discount per token, in GAE and in the reward-to-go of reinforce++."""
     turn_rewards: bool = False
     """Give each reward of the --environment to the last token of its turn, not their sum to the
@@ -124,13 +133,13 @@ class Args(
     """How token losses become one number: mean over an update's tokens, over a step's tokens, mean
     of sequence means, of sequence sums, or sum / (sequences * max_response_length); default:
     that of --ratio."""
-    clip_low: Share = 0.2
+    clip_low: Fraction = 0.2
     """The ratio is clipped below at 1 - this."""
     clip_high: NonNegativeFloat = 0.2
     """The ratio is clipped above at 1 + this."""
     dual_clip: NonNegativeFloat = 0.0
-    """Where the advantage is negative, the loss is at most -A times this (> 1; verl: 3.0); 0 for no
-    such bound."""
+    """Bound of the loss where the advantage is negative: at most -A times this, which must be above
+    1 (verl: 3.0); 0 for no bound."""
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus."""
 
@@ -208,7 +217,7 @@ class Args(
 
 
 def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Return the sum of x where mask is set; what stands elsewhere, NaN included, does not leak."""
+    """Return the sum of x where mask is set; other entries are ignored, even NaN."""
     return torch.where(mask, x, 0.0).sum(dim)
 
 
@@ -235,8 +244,8 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
         return d.abs()
     if estimator == "k2":
         return d.square() / 2
-    # Both d are clamped: below -20 the gradient of the second, 1, would push d further down.
-    d = d.clamp(min=-20)
+    # Clamp d in both terms: below -20 the linear one would still push d down.
+    d = d.clamp(min=-MAX_LOG_RATIO)
     return torch.exp(-d) + d - 1
 
 
@@ -279,16 +288,18 @@ def clipped_loss(
     Returns:
         Loss (N, T), and where clipping took the gradient (N, T) bool.
     """
-    ratio = torch.exp(log_ratio.clamp(-20, 20))
-    outside = (ratio < 1 - clip_low) & (advantages < 0) | (ratio > 1 + clip_high) & (advantages > 0)
+    ratio = torch.exp(log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+    too_low = (ratio < 1 - clip_low) & (advantages < 0)
+    too_high = (ratio > 1 + clip_high) & (advantages > 0)
+    clipped = too_low | too_high
     loss = torch.maximum(
         -advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
     )
     if dual_clip:
         bounded = (advantages < 0) & (loss > -advantages * dual_clip)
         loss = torch.where(bounded, -advantages * dual_clip, loss)
-        outside = outside | bounded
-    return loss, outside
+        clipped = clipped | bounded
+    return loss, clipped
 
 
 def whiten(x: Tensor, mask: Tensor) -> Tensor:
@@ -388,7 +399,7 @@ def correction_weights(
     log_ratio = torch.where(mask, old_logprobs.detach() - rollout_logprobs, 0.0)
     if kind == "sequence_mask":
         log_ratio = log_ratio.sum(1, keepdim=True).expand_as(log_ratio)
-    rho = log_ratio.clamp(-20, 20).exp()
+    rho = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     if kind == "none":
         return torch.ones_like(rho)
     if kind == "truncate":
@@ -400,34 +411,36 @@ def correction_weights(
 def aggregate(
     x: Tensor, mask: Tensor, how: str, tokens: float, sequences: int, max_length: int
 ) -> Tensor:
-    """Return a micro-batch's share of the loss of its optimizer batch.
+    """Return a micro-batch's share of the loss of its update.
 
     Args:
         x: (N, T). mask: (N, T) bool.
         how: "token" or "step_token" = sum / tokens; "sequence" = mean of token means;
             "sequence_sum" = mean of sums; "constant" = sum / (sequences * max_length).
-        tokens, sequences: of the whole optimizer batch, over all ranks and micro-batches.
+        tokens, sequences: of the whole update, over all ranks and micro-batches.
     """
     if how == "sequence":
         return masked_mean(x, mask, 1).sum() / sequences
-    divisor = {"sequence_sum": sequences, "constant": sequences * max_length}.get(how, tokens)
-    return masked_sum(x, mask) / divisor
+    if how == "sequence_sum":
+        return masked_sum(x, mask) / sequences
+    if how == "constant":
+        return masked_sum(x, mask) / (sequences * max_length)
+    return masked_sum(x, mask) / tokens
 
 
 def loss_reduction(
     how: str, mask: Tensor, mini: list[int], updates: list[tuple[int, list[int]]], max_length: int
 ) -> Callable:
-    """Return `aggregate` as a function (x, mask) -> loss, with the counts of an optimizer batch.
+    """Return `aggregate` as a function (x, mask) -> loss, with the counts of an update.
 
     Args:
         how: as in `aggregate`. mask: (N, T) bool, of all responses of the step.
-        mini: the responses of this optimizer batch. updates: (epoch, responses) of every optimizer
-            batch of the step.
+        mini: the responses of this update. updates: (epoch, responses) of every update of the step.
     """
-    # "step_token" divides by the mean number of tokens per update: then the mean of the updates'
-    # losses is the mean over the step's tokens.
-    counted = [rows for _, rows in updates] if how == "step_token" else [mini]
-    tokens = sum(mask[rows].sum().item() for rows in counted) / len(counted)
+    tokens = mask[mini].sum().item()
+    if how == "step_token":
+        # Tokens per update, on average: then the mean of the updates' losses is that of all tokens.
+        tokens = sum(mask[rows].sum().item() for _, rows in updates) / len(updates)
     return functools.partial(
         aggregate, how=how, tokens=tokens, sequences=len(mini), max_length=max_length
     )
@@ -545,12 +558,12 @@ def generate(
     lengths = lengths or [args.max_response_length] * len(queries)
     length = max(lengths)
     ends = torch.tensor(lengths, device=device)  # (N,), where each response ends at the latest
-    # Padded with a token that the prompt has: a repetition penalty also reads what is masked.
+    # Pad with the first token of the prompt: a repetition penalty also reads padding.
     padded = [(*prompt[:1] * (width - len(prompt)), *prompt) for prompt in prompts]
     input_ids = torch.tensor(padded, device=device)  # (P, width); later (n, 1)
     masks = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    mask = torch.tensor(masks, device=device)  # (P, width); later (n, tokens so far)
-    positions = (mask.cumsum(1) - 1).clamp(0)
+    attention = torch.tensor(masks, device=device)  # (P, width); later (n, tokens so far)
+    positions = (attention.cumsum(1) - 1).clamp(0)
     sequences = nn.functional.pad(input_ids[prompt_of], (0, length))  # (N, width + T)
     outputs = {name: torch.zeros(len(queries), length, device=device) for name in ROLLOUT_OUTPUTS}
     processors = logits_processors(args, width, stop_ids, uniforms is not None, device)
@@ -563,23 +576,23 @@ def generate(
     for t in range(length):
         predicted = model(
             input_ids=input_ids,
-            attention_mask=mask,
+            attention_mask=attention,
             position_ids=positions,
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
         )
         cache = predicted.past_key_values
-        scores = predicted.logits[:, -1].float()  # (n, V)
+        logits = predicted.logits[:, -1].float()  # (n, V)
         if t == 0:  # from the prompts' rows to those of the responses
-            scores, mask, positions = (x[prompt_of] for x in (scores, mask, positions))
+            logits, attention, positions = (x[prompt_of] for x in (logits, attention, positions))
             expand_cache(cache, torch.tensor(prompt_of, device=device))
         for process in processors:
-            scores = process(sequences[running, : width + t], scores)
-        token_logprobs = scores.log_softmax(-1)
+            logits = process(sequences[running, : width + t], logits)
+        token_logprobs = logits.log_softmax(-1)
         if uniforms is None:
             tokens = token_logprobs.argmax(-1, keepdim=True)  # (n, 1)
-        else:  # NaN logits give any token; `Sampler.rollout` fails on them, after all rows
+        else:  # NaN logits give any token; `Sampler.rollout` raises an error behind the last row
             tokens = invert_distribution(token_logprobs.exp(), uniforms[running, t, None])
         sequences[running, width + t] = tokens[:, 0]
         outputs["rollout_logprobs"][running, t] = token_logprobs.gather(1, tokens)[:, 0]
@@ -597,16 +610,16 @@ def generate(
             return
         input_ids = tokens
         positions = positions[:, -1:] + 1
-        mask = nn.functional.pad(mask, (0, 1), value=1)
-        if 4 * finished_count >= len(running):
+        attention = nn.functional.pad(attention, (0, 1), value=1)
+        if finished_count >= SHRINK_AT * len(running):
             kept = ~finished
             running = running[kept]
             input_ids = input_ids[kept]
             positions = positions[kept]
-            mask = mask[kept]
+            attention = attention[kept]
             finished = finished[kept]
             finished_count = 0
-            # Not `batch_select_indices`, which leaves recurrent states out.
+            # It also selects the rows of recurrent states.
             cache.reorder_cache(kept.nonzero()[:, 0])
 
 

@@ -27,8 +27,8 @@ from utils import UserError, as_user_error, warn
 ADDRESS = r"https?://(\[[\da-fA-F:]+\]|[^\s/:]+)(:\d+)?(/\S*)?"
 PositiveFloat = Annotated[FiniteFloat, Field(gt=0)]
 NonNegativeFloat = Annotated[FiniteFloat, Field(ge=0)]
-Share = Annotated[float, Field(ge=0, le=1)]
-PositiveShare = Annotated[float, Field(gt=0, le=1)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+PositiveFraction = Annotated[float, Field(gt=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Seconds = Annotated[float, Field(gt=0, le=1e6)]
 Factor = Annotated[FiniteFloat, Field(ge=1)]
@@ -235,7 +235,7 @@ class DataArgs(PromptArgs):
     default: those of --dataset, or for a single file nothing but --eval_share. Of a list, each data
     set has an accuracy, too."""
     eval_share: Decay = 0.0
-    """Share of the rows of --dataset that is held out and evaluated on, in place of --eval_dataset:
+    """Fraction of the rows of --dataset that is held out and evaluated on, in place of --eval_dataset:
     chosen by a hash of the prompt, so that it is the same in each run."""
     eval_prompts: NonNegativeInt = 256
     """Prompts of an evaluation, the first ones of the evaluation set; 0 for all."""
@@ -307,7 +307,7 @@ class SamplingArgs:
     has at once. Memory and speed only."""
     min_response_length: NonNegativeInt = 0
     """Tokens before which a stop token cannot be sampled."""
-    top_p: PositiveShare = 1.0
+    top_p: PositiveFraction = 1.0
     """Sample from the smallest set of tokens with this probability; below 1 it biases training's
     ratio."""
     repetition_penalty: PositiveFloat = 1.0
@@ -417,7 +417,7 @@ class ConversationArgs:
 class OptimizerArgs:
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Course of the learning rate after the warm-up."""
-    warmup_ratio: Share = 0.03
+    warmup_ratio: Fraction = 0.03
     """Fraction of all updates over which the learning rate rises."""
     min_learning_rate: NonNegativeFloat = 0.0
     """Learning rate at the end of a linear or cosine schedule."""
