@@ -8,7 +8,7 @@ add an entry.
 
 import contextlib
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Callable, Iterator, Mapping, Sequence
 
@@ -86,8 +86,8 @@ class Sampler:
     world: utils.World  # of the rollout, see `utils.World.rollout_world`
     autocast: Callable  # returns the context to compute in
     decoding: Decoding  # measures `generate`
-    # Called again and again with the key of a rollout, how many of this rank's responses have ended,
-    # and how many there are.
+    # Called with the key of a rollout, how many of this rank's responses have ended, and how many
+    # there are.
     show_ended: Callable = lambda *_: None
 
     @property
@@ -124,18 +124,20 @@ class Sampler:
         local = list(chain(*self.world.shard(groups)))  # the responses of this rank
         draws, tool_seeds = self.random_numbers(len(rows), key)
 
-        def interrupted() -> bool:  # called at every token
-            self.show_ended(key, len(scoring.samples), len(local))
-            return self.interrupted()
+        scoring = Scoring(self.reward_sources, self.interrupted)
 
-        scoring = Scoring(self.reward_sources, interrupted)
-        replace(self, interrupted=interrupted).sample(
+        def end(place: int, sample: Sample) -> None:
+            scoring.add(place, sample)
+            self.show_ended(key, len(scoring.samples), len(local))
+
+        self.show_ended(key, 0, len(local))
+        self.sample(
             [rows[i] for i in local],
             draws[local] if samples else None,
             tool_seeds[local].tolist(),
-            scoring.add,
+            end,
         )
-        if self.world.any(interrupted() or len(scoring.samples) < len(local)):
+        if self.world.any(self.interrupted() or len(scoring.samples) < len(local)):
             raise utils.Interrupted
         responses = scoring.finish()
         if self.world.any(self.interrupted()):  # then some scores may be missing
