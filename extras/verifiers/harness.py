@@ -90,6 +90,11 @@ def main(
                 own[name] = value
             names[name] = sys.modules[original[0]] if original else value
 
+    def checked(compared: ast.expr) -> ast.expr:
+        if isinstance(compared, ast.Constant):
+            return compared
+        return ast.Call(ast.Name(secret, ast.Load()), [compared], [])
+
     module: Any = types.ModuleType("response")
     sys.modules["__main__"] = sys.modules["response"] = module
     names = vars(module)
@@ -102,12 +107,7 @@ def main(
     used = {node.id for node in nodes if isinstance(node, ast.Name)}
     for node in nodes:
         if isinstance(node, ast.Compare):
-            node.left, *node.comparators = [
-                x
-                if isinstance(x, ast.Constant)
-                else ast.Call(ast.Name(secret, ast.Load()), [x], [])
-                for x in (node.left, *node.comparators)
-            ]
+            node.left, *node.comparators = map(checked, (node.left, *node.comparators))
     tests = compile(ast.fix_missing_locations(tree), "tests.py", "exec")
     try:
         exec(compile(program, "code.py", "exec", dont_inherit=True), names)
