@@ -2,6 +2,7 @@
 told.
 """
 
+import asyncio
 import collections
 import contextlib
 import json
@@ -17,7 +18,7 @@ import pytest
 from helpers import ROOT, end_processes, scores_by
 from tiny_models import make_tokenizer
 
-from plumbing.rewards import sources
+from extras import reward_servers
 from plumbing.rewards.sources import RewardSources
 
 JUDGE = str(ROOT / "scripts/train/group_judge.py:score")
@@ -95,7 +96,8 @@ def naps(monkeypatch) -> list:
     async def nap(seconds: float) -> None:
         naps.append(seconds)
 
-    monkeypatch.setattr(sources, "sleep", nap)
+    named = types.SimpleNamespace(sleep=nap, Semaphore=asyncio.Semaphore)
+    monkeypatch.setattr(reward_servers, "asyncio", named)
     return naps
 
 

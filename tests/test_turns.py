@@ -19,7 +19,7 @@ from tiny_models import make_tokenizer
 from tokenizers import pre_tokenizers
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
-from extras.episodes.templates import FORMS, Turns, warn_once
+from extras.episodes.templates import FORMS, TurnTemplate, warn_once
 from extras.episodes.tool_processes import EnvironmentFailure
 from plumbing.data import mixture as data
 from plumbing.models.tokenizer import load_tokenizer_and_stop_ids
@@ -120,10 +120,10 @@ def tokenizer_of():
 
 def turns_of(
     tokenizer, schemas=(SEARCH, ADD), stops: tuple = (), followers=("tool",), has_template=True
-) -> Turns:
-    """The Turns of a tokenizer with tools, unless ENVIRONMENT says otherwise."""
+) -> TurnTemplate:
+    """The TurnTemplate of a tokenizer with tools, unless ENVIRONMENT says otherwise."""
     stop_ids = tokenizer.convert_tokens_to_ids(["<|im_end|>", *stops])
-    return Turns(tokenizer, stop_ids, list(schemas), followers, has_template)
+    return TurnTemplate(tokenizer, stop_ids, list(schemas), followers, has_template)
 
 
 def result(content: str, name: str = "search") -> dict:
@@ -174,7 +174,7 @@ def check_form(form: str, template: str, tokenizer) -> None:
         for stop in TEMPLATES["stop_tokens"].split()
         if stop in tokenizer.get_added_vocab()
     ]
-    turns = Turns(tokenizer, stop_ids, [TYPED], ["tool"])
+    turns = TurnTemplate(tokenizer, stop_ids, [TYPED], ["tool"])
     assert turns.form == load_response_template(FORMS[form])
     call = {"id": "call00001", "function": {"name": "f", "arguments": ARGUMENTS}}
     said = [
@@ -282,7 +282,7 @@ def test_prompt_turns_and_observations_are_the_rendering_of_the_whole(
     assert ids == expected
 
 
-def text_between(turns: Turns, messages: list[dict], last: str) -> str:
+def text_between(turns: TurnTemplate, messages: list[dict], last: str) -> str:
     last_token = turns.tokenizer.convert_tokens_to_ids(last)
     return turns.tokenizer.decode(turns.observation_ids(messages, last_token))
 
@@ -380,7 +380,7 @@ SHOWN = {
 @pytest.mark.parametrize("case", SHOWN)
 def test_no_message_vanishes(case, tokenizer_of):
     template, message, missing = SHOWN[case]
-    turns = Turns(tokenizer_of(template), [4], [], [])
+    turns = TurnTemplate(tokenizer_of(template), [4], [], [])
     if missing:
         with pytest.raises(ValueError, match=missing):
             turns.prompt([message, USER])
@@ -464,7 +464,7 @@ def test_an_end_of_turn_that_the_template_alone_names(
         capsys.readouterr().out
         == "stop tokens: ['<|im_end|>', '<eos>']; texts to learn end with the first\n"
     )
-    turns = Turns(tokenizer, stop_ids, TOOLS, ["tool"])
+    turns = TurnTemplate(tokenizer, stop_ids, TOOLS, ["tool"])
     assert turns.observation_ids([result("1")], 5)[0] == stop_ids[0]
     assert helpers.encode_response("", "4", tokenizer, stop_ids) == [
         *tokenizer.encode("4"),
@@ -493,7 +493,7 @@ def test_an_observation_has_no_space_of_its_own(template, tokenizer_of):
     tokenizer = copy.deepcopy(tokenizer_of(template))
     add = pre_tokenizers.ByteLevel(add_prefix_space=True)
     tokenizer.backend_tokenizer.pre_tokenizer = add
-    turns = Turns(tokenizer, [4], [], ["user"] if template else [])
+    turns = TurnTemplate(tokenizer, [4], [], ["user"] if template else [])
     whole = tokenizer.encode("x" + "\n" * bool(template) + "more", add_special_tokens=False)
     begin = tokenizer.encode("x", add_special_tokens=False)
     observed = turns.observation_ids([{**USER, "content": "more"}], begin[-1])

@@ -66,7 +66,7 @@ class Agents(Conversations):
         longest = args.max_prompt_length + args.max_response_length
         self.longest = min(longest, positions_of(args.model))
         # By the tools of a request, JSON.
-        self.template = functools.cache(lambda tools: self.turns_with(json.loads(tools)))
+        self.template_of = functools.cache(lambda tools: self.template_with(json.loads(tools)))
 
     async def _converse(self, conversation: Conversation, sample_turn: Callable) -> None:
         """Have the agent make a response."""
@@ -156,10 +156,10 @@ class Agents(Conversations):
             content = content.partition(stop)[0]
         message = {"role": "assistant", "content": content}
         reason = "stop" if ended else "length"
-        calls = self.template(tools).calls(text) if asked.get("tool_choice") != "none" else []
+        calls = self.template_of(tools).calls(text) if asked.get("tool_choice") != "none" else []
         if calls and all(isinstance(call, tuple) for call in calls):
             reason = "tool_calls"
-            message["content"] = self.template(tools).before_calls(text)
+            message["content"] = self.template_of(tools).before_calls(text)
             functions = [{"name": name, "arguments": json.dumps(x)} for name, x in calls]
             message["tool_calls"] = [
                 {"index": i, "id": f"call_{len(prompt)}_{i}", "type": "function", "function": x}
@@ -173,7 +173,7 @@ class Agents(Conversations):
 
     def _prompt(self, messages: list[dict], tools: str, turns: list[Turn]) -> list[int]:
         """Return the token ids of a request."""
-        template = self.template(tools)
+        template = self.template_of(tools)
         for turn in sorted(turns, key=lambda turn: -len(turn.messages)):
             count = len(turn.messages)
             if (turn.tools, turn.messages) == (tools, messages[:count]):

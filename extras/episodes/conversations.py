@@ -19,7 +19,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers.generation.stopping_criteria import StopStringCriteria
 
-from extras.episodes.templates import Call, Turns
+from extras.episodes.templates import Call, TurnTemplate
 from extras.episodes.tool_processes import (
     EnvironmentFailure,
     ToolError,
@@ -110,12 +110,12 @@ class DecodeLoop:
             numbers: of the response's tokens, of which the last ones are left; None if greedy.
         """
         if not self.asked:
-            self.turns = asyncio.Future()  # {place: turn}
-        turns = self.turns
+            self.sampled = asyncio.Future()  # {place: turn}
+        sampled = self.sampled
         uniforms = None if numbers is None else torch.from_numpy(numbers[-length:])
         self.asked[place] = query, uniforms, length
         self._sample_if_all_wait()
-        return (await turns).get(place)
+        return (await sampled).get(place)
 
     def end_one(self) -> None:
         """Wait for one conversation less."""
@@ -128,9 +128,9 @@ class DecodeLoop:
         places = sorted(self.asked)
         queries, uniforms, lengths = zip(*[self.asked[place] for place in places])
         uniforms = None if uniforms[0] is None else pad_sequence(uniforms, batch_first=True)
-        sampled = self.generate(queries, uniforms, lengths, self.stop_strings)
+        turns = self.generate(queries, uniforms, lengths, self.stop_strings)
         self.asked = {}
-        self.turns.set_result({places[i]: turn for i, *turn in sampled})
+        self.sampled.set_result({places[i]: turn for i, *turn in turns})
 
 
 class Conversations:
@@ -153,17 +153,17 @@ class Conversations:
         self.free = asyncio.Semaphore(args.generation_batch_size)
         self.schemas = self.processes.schemas or None
         with as_user_error(f"{self.flag}: the chat template of --model"):
-            self.turns = self.turns_with(self.schemas)
+            self.template = self.template_with(self.schemas)
         self.stop_strings = (
             StopStringCriteria(tokenizer, list(args.turn_stop)) if args.turn_stop else None
         )
 
-    def turns_with(self, schemas: list[dict] | None) -> Turns:
-        """Return the Turns of conversations with some tools; see there what is raised."""
+    def template_with(self, schemas: list[dict] | None) -> TurnTemplate:
+        """Return the TurnTemplate of conversations with some tools; see there what is raised."""
         args = self.args
         followers = ["tool"] * bool(schemas) + ["user"] * bool(args.environment or args.agent)
         has_template = args.chat_template != "none"
-        return Turns(self.tokenizer, self.stop_ids, schemas, followers, has_template)
+        return TurnTemplate(self.tokenizer, self.stop_ids, schemas, followers, has_template)
 
     def sample(
         self,
@@ -271,7 +271,7 @@ class Conversations:
         last_token = len(conversation.response) - 1
         content, text, stopped = self.read(tokens, self.args.turn_stop)
         conversation.turns.append({"role": "assistant", "content": content})
-        calls = self.turns.calls(text)
+        calls = self.template.calls(text)
         messages = [await self._call(conversation, call) for call in calls]
         reward = 0.0
         done = False
@@ -281,7 +281,7 @@ class Conversations:
                 messages = [{"role": "user", "content": observation}]
             conversation.rewards[last_token] = reward
         observation = (
-            self.turns.observation_ids(messages, tokens[-1]) if messages and not done else []
+            self.template.observation_ids(messages, tokens[-1]) if messages and not done else []
         )
         length = len(conversation.response) + len(observation)
         if done or (stopped and not messages):
@@ -320,11 +320,11 @@ class Conversations:
         """Return a prompt with a text added to its last message."""
         messages = None
         text = row["prompt"] + guarded(added, self.tokenizer)
-        if self.turns.has_template:
+        if self.template.has_template:
             *before, last = row["messages"]
             messages = [*before, {**last, "content": last["content"] + added}]
-            text = self.turns.prompt(messages)
-        query = self.turns.encode(text, special=messages is None)
+            text = self.template.prompt(messages)
+        query = self.template.encode(text, special=messages is None)
         if len(query) > self.args.max_prompt_length:
             raise EnvironmentFailure(
                 f"reset makes a prompt of {len(query)} tokens, over --max_prompt_length"

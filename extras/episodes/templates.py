@@ -30,7 +30,7 @@ warn_once = functools.cache(warn)
 FORMS = yaml.safe_load(Path(__file__).with_name("calls.yaml").read_text())["forms"]
 
 
-class Turns:
+class TurnTemplate:
     """The text between the turns of a conversation, and the calls in a turn."""
 
     def __init__(

@@ -27,6 +27,7 @@ import math
 import os
 import re
 import textwrap
+from pathlib import Path
 from typing import Annotated, Any
 
 import pydantic
@@ -34,91 +35,7 @@ import pydantic
 from plumbing.rewards.answers import final_text
 from plumbing.rewards.verifiers import Verifier
 
-# Runs a program and its asserts, then prints a secret, the values of its calls as JSON, and the
-# secret again. The program must not replace what checks it, so a name in the asserts is looked up
-#   1. in `own`: builtins and copies of modules, from before the program;
-#   2. in `names`, those of the program, to which the asserts add theirs.
-# What the asserts compare goes through `plain`, which refuses values that equal anything.
-HARNESS = """
-import ast, builtins, importlib, json, os, sys, types
-run, write, leave, load, dumps = exec, os.write, os._exit, __import__, json.dumps
-before, copies, libraries, tests = dict(vars(builtins)), {{}}, {{}}, {asserts!r}
-copied = "cmath collections copy decimal fractions functools itertools json math numpy numpy.linalg numpy.testing"
-for name in copied.split():  # if the asserts use it; a copy of others would hide what asserts patch
-    package, _, last = name.rpartition(".")
-    if last in tests:
-        try:
-            original = importlib.import_module(name)
-        except ImportError:
-            continue
-        copies[name] = copy = types.ModuleType(name)
-        vars(copy).update(vars(original))
-        if package in copies:
-            setattr(copies[package], last, copy)
-
-def import_copy(name, names=None, local=None, wanted=(), level=0):
-    found = load(name, names, local, wanted, level)  # for "import a.b" this is a
-    return copies.get(name.partition(".")[0] if name in copies and not wanted else name, found)
-
-# Takes the names that the asserts store.
-class Shared(dict):
-    def __setitem__(self, name, value):
-        original = [key for key in copies if copies[key] is value]
-        if original or name in own:
-            own[name] = value
-        names[name] = sys.modules[original[0]] if original else value
-
-# Returns a value, unless it, or one that it holds, equals what no program can know.
-def plain(value, simple=frozenset((int, str, float, bool)), probes=(object(), 2**89 - 1, "{word}", ["{word}"])):
-    if type(value) not in simple:
-        if isinstance(value, (list, tuple, set, frozenset, dict)):
-            for held in value.values() if isinstance(value, dict) else value:
-                plain(held)
-        for probe in probes:
-            try:
-                equal = bool(value == probe)
-            except Exception:
-                continue
-            if equal:
-                raise AssertionError("a value that equals others, too")
-    return value
-
-module = types.ModuleType("response")
-sys.modules["__main__"] = sys.modules["response"] = module
-names = vars(module)
-for library in {libraries}:
-    exec(f"import {{library}}\\nfrom {{library}} import *", libraries)
-vars(builtins).update(libraries | before)  # where no function of theirs is taken for one of the program
-tests = ast.parse(tests)
-nodes = list(ast.walk(tests))
-used = {{node.id for node in nodes if isinstance(node, ast.Name)}}
-for node in nodes:
-    if isinstance(node, ast.Compare):
-        node.left, *node.comparators = [
-            x if isinstance(x, ast.Constant) else ast.Call(ast.Name("{word}", ast.Load()), [x], [])
-            for x in (node.left, *node.comparators)
-        ]
-tests = compile(ast.fix_missing_locations(tests), "tests.py", "exec")
-try:
-    exec(compile({program!r}, "code.py", "exec"), names)
-except SystemExit:
-    pass  # its functions are there to be tested
-vars(builtins).update(before)
-calls = json.loads({calls!r})
-owner = module.Solution() if calls and not hasattr(module, {function!r}) else module
-# The second place of lookup is where Python looks for builtins.
-own = before | {{"{word}": plain, "__builtins__": names, "__name__": "__main__"}}
-if not used & names.keys() - before.keys():  # asserts of functions that have names of builtins
-    for name in used & names.keys():
-        del own[name]
-for name in libraries.keys() - before.keys():
-    names.setdefault(name, libraries[name])
-names.update(__import__=import_copy, __build_class__=before["__build_class__"])
-run(tests, own, Shared())
-values = [dumps(getattr(owner, {function!r})(*call)) for call in calls]
-write(1, "{word}[{{}}]{word}".format(",".join(values)).encode())
-leave(0)
-"""
+HARNESS = Path(__file__).with_name("harness.py").read_text()
 Text = Annotated[str, pydantic.BeforeValidator(lambda x: "\n".join(x) if is_lines(x) else x)]
 LIBRARIES = "typing bisect collections functools heapq itertools math operator re string".split()
 DEFINITIONS = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Assign)
@@ -180,17 +97,18 @@ def code(response: str, answer: Any, seconds: float = 24.0) -> float:
         results, _ = sandbox.run(program, tests.inputs, seconds)
         # Fewer results than outputs end with one that failed.
         return float(all(map(same_output, results, tests.outputs)))
-    word = os.urandom(16).hex()
-    harness = HARNESS.format(
-        program=program,
-        libraries=LIBRARIES if tests.fn_name else ["typing"],
-        asserts=tests.asserts,
-        function=tests.fn_name,
-        calls=json.dumps(tests.inputs),
-        word=word,
-    )
+    secret = os.urandom(16).hex()
+    given = {
+        "program": program,
+        "asserts": tests.asserts,
+        "libraries": LIBRARIES if tests.fn_name else ["typing"],
+        "function": tests.fn_name,
+        "calls": tests.inputs,
+        "secret": secret,
+    }
+    harness = f"{HARNESS}\nmain(**json.loads({json.dumps(given)!r}))"
     results, _ = sandbox.run(harness, [""], seconds)
-    _, *report = results[0][1].split(word)
+    _, *report = results[0][1].split(secret)
     if len(report) != 2:
         return 0.0
     try:

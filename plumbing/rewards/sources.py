@@ -1,5 +1,5 @@
-"""The reward sources of a run: built-in verifiers, functions from files, reward models and reward
-servers.
+"""The reward sources of a run: built-in verifiers and functions from files; reward models and reward
+servers are in extras/.
 
 Each kind is a class, a Source. One that raises an exception, takes longer than --timeout, or
 returns None, NaN, infinity or over 1e18 gives no score: never a silent zero.
@@ -10,12 +10,10 @@ import contextlib
 import functools
 import importlib.util
 import itertools
-import json
 import math
 import os
 import threading
 import time
-from asyncio import sleep
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from types import SimpleNamespace
@@ -188,10 +186,15 @@ class RewardSources:
                 from extras.reward_models import ModelSource
 
                 self.models[name] = self.sources[name] = ModelSource(name, tokenizer)
+                continue
+            if kind == "server":
+                from extras.reward_servers import ServerSource
+
+                source: Source = ServerSource(name, args.timeout)
             else:
                 source = SOURCES[kind](name, args.timeout, processes.get(kind))
-                self.loop.run(source.load())
-                self.sources[name] = source
+            self.loop.run(source.load())
+            self.sources[name] = source
         self._try_out(rows, tokenizer, environment, getattr(args, "group_size", 1))
         self.whole = any(source.whole for source in self.sources.values())
         # Those that tell a right response, by 1 or more, from a wrong one, as reward models do not.
@@ -333,7 +336,7 @@ def keep(name: str, samples: list, results: list) -> None:
             sample.scores[f"{name}/{key}".removesuffix("/score")] = finite_or_nan(number)
 
 
-# ---- each kind of source, but for reward models --------------------------------------------------
+# ---- kinds of sources, but for those in extras/ --------------------------------------------------
 
 
 class Source:
@@ -347,7 +350,7 @@ class Source:
 
     at_once: Any = contextlib.nullcontext()  # a Semaphore: of calls of `score` at the same time
 
-    def __init__(self, name: str, timeout: float, processes: Any):
+    def __init__(self, name: str, timeout: float, processes: Any = None):
         """`processes`: the Processes of this kind of source, None if it has none."""
         self.name = name
         self.timeout = timeout
@@ -445,91 +448,8 @@ class EpisodeSource(Source):
         return [sample.row["episode"] for sample in samples]
 
 
-class ServerSource(Source):
-    """A reward server, asked in PaddleNLP's protocol (scripts/reward_server.py) for batches of
-    responses.
-
-    A request ends after --timeout, whatever has come until then. A batch is sent again after
-    connection errors, time-outs and the statuses 408, 429 and 5xx. If that does not help, and after
-    any other error, its responses have no score (NaN). A key in the variable REWARD_API_KEY is sent
-    along.
-    """
-
-    most = 32  # responses in a request
-    PAUSES = (0, 2, 4, 8, 16, 0)  # seconds after each try that fails
-
-    async def load(self):
-        """Ask GET /health for `verifies` and `whole`, which a server without that page lacks."""
-        self.at_once = asyncio.Semaphore(8)
-        try:
-            health = await self._request("GET", f"{self.name.rstrip('/')}/health")
-            self.verifies, self.whole = bool(health["verifies"]), bool(health.get("whole"))
-            if self.whole:
-                self.most = Source.most
-        except Exception:  # an address may answer anything
-            warn(
-                f"--reward {self.name}: has no /health, so a score of 1 or more counts as a correct response"
-            )
-
-    async def score(self, samples):
-        count = len(samples)
-        rows = [sample.row for sample in samples]
-        columns = columns_of(rows)
-        body = {
-            "src": [row["prompt"] for row in rows],
-            "tgt": list(map(answer_text, columns.pop("answer"))),
-            "response": [sample.text for sample in samples],
-            "messages": [row.get("messages") for row in rows],
-            "columns": columns,
-            **({"turns": turns} if (turns := turns_of(rows)) else {}),
-        }
-        content = json.dumps(body, default=str)
-        for pause in self.PAUSES:
-            try:
-                answer = await self._request("POST", self.name, content)
-                scores = answer["score"]
-                if answer["error_code"] or not isinstance(scores, list) or len(scores) != count:
-                    raise ValueError(f"not {count} scores: {answer}")
-                # JSON's null, NaN and infinity are scores that are missing.
-                return list(map(finite_or_nan, scores))
-            except Exception as error:  # an address may answer anything
-                reason = f"{type(error).__name__}: {error}"[:300]
-                if isinstance(error, (ValueError, TypeError, LookupError)):
-                    break  # it is no answer, and there will be no other one
-            await sleep(pause)
-        self.failure = reason
-        return [math.nan] * count
-
-    async def _request(self, method: str, url: str, content: str = "") -> dict:
-        """Return what a JSON answer holds; raise ValueError for another one, or OSError, if asking
-        again may help.
-        """
-        import aiohttp  # slow, and for runs with a server only
-
-        headers = {"Content-Type": "application/json"}
-        if key := os.environ.get("REWARD_API_KEY"):
-            headers["Authorization"] = f"Bearer {key}"
-        limit = aiohttp.ClientTimeout(self.timeout)
-        async with aiohttp.request(
-            method, url, data=content, headers=headers, timeout=limit, allow_redirects=False
-        ) as answer:
-            text = await answer.text(errors="replace")
-        if answer.status == 200:
-            return json.loads(text)
-        may_help = answer.status in (408, 429) or answer.status >= 500
-        raise (OSError if may_help else ValueError)(f"HTTP status {answer.status}: {text}")
-
-
-def answer_text(answer) -> str:
-    """Return a reference answer as PaddleNLP's protocol has it."""
-    if isinstance(answer, (list, dict)):
-        return json.dumps(answer, default=str)
-    return "" if answer is None else str(answer)
-
-
 SOURCES: dict[str, type[Source]] = {
     "episode": EpisodeSource,
     "verifier": VerifierSource,
-    "server": ServerSource,
     "function": FunctionSource,
 }
