@@ -242,7 +242,7 @@ class Policy(LanguageModel):
         self,
         input_ids: Tensor,
         response_mask: Tensor,
-        rollout_logprobs: Tensor | None = None,  # FSDP's first pass has neither
+        rollout_logprobs: Tensor | None = None,
         teacher: Callable | None = None,
     ) -> dict[str, Tensor]:
         """Return losses and statistics of the response tokens. The backward pass of the head runs
@@ -252,7 +252,8 @@ class Policy(LanguageModel):
             input_ids: (N, L), query and response, padded on the right (causal attention never looks
                 there).
             response_mask: (N, L) bool, set on response tokens.
-            rollout_logprobs: (tokens,), which --estimator sampled reads.
+            rollout_logprobs: (tokens,), which --estimator sampled reads; None in the first pass,
+                with which FSDP sets itself up.
             teacher: what the Teacher's forward returned; None for no teacher.
         Returns:
             Outputs (tokens,), the set entries of the mask row by row, float32 or better, as
@@ -271,22 +272,27 @@ class Policy(LanguageModel):
         chunks = []
         hidden_gradients = []
         head_gradients = [torch.zeros_like(weight) for weight in weights]
-        for start in range(0, max(1, len(labels)), CHUNK_TOKENS):
+        for start in range(
+            0, max(1, len(labels)), CHUNK_TOKENS
+        ):  # one chunk if there are no tokens
             part = slice(start, start + CHUNK_TOKENS)
-            theirs = None if teacher is None else teacher(part)
-            with torch.enable_grad():  # FSDP's first pass has none
-                inputs = hidden[part].detach().requires_grad_()
-                outputs = self.statistics(inputs, labels[part], theirs, rollout_logprobs[part])
-                of_inputs, *of_head = torch.autograd.grad(
-                    outputs["losses"].sum(), [inputs, *weights]
+            teacher_logprobs = None if teacher is None else teacher(part)
+            with torch.enable_grad():  # FSDP's first pass is without gradient
+                chunk = hidden[part].detach().requires_grad_()
+                outputs = self.statistics(
+                    chunk, labels[part], teacher_logprobs, rollout_logprobs[part]
                 )
-            hidden_gradients.append(of_inputs)
-            head_gradients = [total.add_(x) for total, x in zip(head_gradients, of_head)]
+                chunk_gradient, *gradients = torch.autograd.grad(
+                    outputs["losses"].sum(), [chunk, *weights]
+                )
+            hidden_gradients.append(chunk_gradient)
+            for total, gradient in zip(head_gradients, gradients):
+                total += gradient
             chunks.append({name: x.detach() for name, x in outputs.items()})
         outputs = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
         losses = outputs.pop("losses")
-        # The gradients are known: a function that is linear in hidden states and weights has the
-        # same ones.
+        # The gradients are known. This function, linear in hidden states and weights, has the same
+        # gradients, and DDP or FSDP see them in the backward pass.
         linear = (hidden * torch.cat(hidden_gradients)).sum(-1)  # (tokens,)
         for weight, gradient in zip(weights, head_gradients):
             linear = linear + (weight * gradient).sum() / max(1, len(labels))
@@ -294,34 +300,43 @@ class Policy(LanguageModel):
         return {"losses": losses + (linear - linear.detach()), **logged}
 
     def statistics(
-        self, hidden: Tensor, labels: Tensor, theirs: Tensor | None, rollout_logprobs: Tensor
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        teacher_logprobs: Tensor | None,
+        rollout_logprobs: Tensor,
     ) -> dict[str, Tensor]:
         """Return outputs (chunk,) of a chunk of tokens: "losses", and for the log "logprobs" and
         "entropies"; with a teacher also "teacher_entropies", and "same_top", 1 where both have the
         same most likely token.
 
         Args:
-            hidden: (chunk, H). labels, rollout_logprobs: (chunk,). theirs: the teacher's
-                log-probabilities (chunk, V).
+            hidden: (chunk, H). labels, rollout_logprobs: (chunk,). teacher_logprobs: (chunk, V), or
+                more than V tokens, to which a teacher may be padded.
         """
-        ours, at = self.logprobs(hidden), labels[:, None]  # (chunk, V), (chunk, 1)
-        logprobs = ours.gather(-1, at)[:, 0]
+        student_logprobs = self.logprobs(hidden)  # (chunk, V)
+        at_labels = lambda x: x.gather(-1, labels[:, None])[:, 0]  # (chunk, V) -> (chunk,)
+        logprobs = at_labels(student_logprobs)
         outputs = {
             "logprobs": logprobs,
             "losses": -logprobs,
-            "entropies": entr(ours.detach().exp()).sum(-1),
+            "entropies": entr(student_logprobs.detach().exp()).sum(-1),
         }
-        if theirs is None:
+        if teacher_logprobs is None:
             return outputs
         if self.args.estimator == "exact":
-            known = theirs[:, : ours.shape[-1]]  # the teacher may be padded to more tokens
-            outputs["losses"] = divergence(ours, known, self.args.divergence, self.args.jsd_beta)
+            known = teacher_logprobs[:, : student_logprobs.shape[-1]]
+            outputs["losses"] = divergence(
+                student_logprobs, known, self.args.divergence, self.args.jsd_beta
+            )
         else:
             outputs["losses"] = sampled_reverse_kl(
-                logprobs, theirs.gather(-1, at)[:, 0], rollout_logprobs
+                logprobs, at_labels(teacher_logprobs), rollout_logprobs
             )
-        outputs["same_top"] = (ours.argmax(-1) == theirs.argmax(-1)).to(ours.dtype)
-        return outputs | {"teacher_entropies": entr(theirs.exp()).sum(-1)}
+        same_top = student_logprobs.argmax(-1) == teacher_logprobs.argmax(-1)
+        outputs["same_top"] = same_top.to(logprobs.dtype)
+        outputs["teacher_entropies"] = entr(teacher_logprobs.exp()).sum(-1)
+        return outputs
 
 
 class Teacher(LanguageModel):
@@ -452,10 +467,10 @@ def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) ->
     samples = []
     position = state.get("position", 0)  # of the step's first prompt
     rows = take_prompts(prompts, position, args.rollout_batch_size, args.seed)
-    shares = utils.generator("on policy", args.seed, step).random(len(rows))
-    answers = shares < args.on_policy_share  # whether the student answers
-    asked = [row for row, by_student in zip(rows, answers) if by_student]
-    copied = [row for row, by_student in zip(rows, answers) if not by_student]
+    drawn = utils.generator("on policy", args.seed, step).random(len(rows))
+    by_student = drawn < args.on_policy_share  # (prompts,) bool
+    asked = [row for row, student in zip(rows, by_student) if student]
+    copied = [row for row, student in zip(rows, by_student) if not student]
     if asked:
         samples = sampler.rollout(asked, 1, ("rollout", args.seed, step)).samples
     for row in copied:
