@@ -47,6 +47,7 @@ from transformers import PreTrainedModel
 import utils
 from plumbing import cli
 from plumbing.cli import Fraction, NonNegativeInt, PositiveFloat, PositiveFraction, PositiveInt
+from plumbing.data.formats import Learn
 from plumbing.data.mixture import count_steps, take_prompts
 from plumbing.data.rows import Row
 from plumbing.models import loading
@@ -494,6 +495,9 @@ def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) ->
 
 def main(args: Args) -> None:
     # ---- setting up ----
+    learn: Learn = "turns" if args.on_policy_share else "conversations"
+    if args.on_policy_share == 1:
+        learn = "prompts"
     # Supervised: only evaluations sample by --temperature.
     temperature = args.temperature if args.teacher else 1.0
     parts = set_up(
@@ -502,7 +506,7 @@ def main(args: Args) -> None:
         functools.partial(Policy, args=args, temperature=temperature),
         generate,
         ROLLOUT_OUTPUTS,
-        learn="responses" if args.on_policy_share < 1 else "prompts",
+        learn=learn,
     )
     world, run, wrapped, sampler = parts.world, parts.run, parts.wrapped, parts.sampler
     teacher = None

@@ -30,13 +30,9 @@ Deliberate choices:
     torchrun --nproc_per_node 8 reward_model.py --model Qwen/Qwen2.5-7B-Instruct      # eight GPUs of 80 GB
 """
 
-import functools
 import math
-import os
-import re
-from typing import Any, Literal
+from typing import Literal
 
-import numpy as np
 import torch
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
@@ -45,19 +41,13 @@ from transformers import PreTrainedTokenizerBase
 import utils
 from plumbing import cli
 from plumbing.cli import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from plumbing.data import prompts
-from plumbing.data.cache import check_rows_fit, column, encode_rows, leave_out
-from plumbing.data.mixture import SHORT, count_steps, stream, take_prompts, without
-from plumbing.data.rows import first_rows, read_rows, split_of
+from plumbing.data.mixture import count_steps, take_prompts
+from plumbing.data.pairs import SIDES, TEXTS, load_train_and_eval_pairs
 from plumbing.models import loading
 from plumbing.models.sharding import Sharding, set_gradient_sync
 from plumbing.models.tokenizer import load_tokenizer_and_stop_ids
 from plumbing.run.ranks import Interrupt, report_errors
 from plumbing.run.run import Run
-
-# Token ids of prompt and response, in a pair as `load_pairs` makes it.
-SIDES = ("chosen", "rejected")
-TEXTS = ("prompt", "chosen_text", "rejected_text")  # what is shown of a pair
 
 
 @dataclass
@@ -145,163 +135,6 @@ def pair_statistics(scores: Tensor, subsets: list) -> dict[str, float]:
         of_subset = torch.tensor([name == subset for name in subsets])
         statistics[f"pair_accuracy/{subset}"] = right[of_subset].mean()
     return {name: value.item() for name, value in statistics.items()}
-
-
-# --------------------------------------------------------------------------------------------------
-# Preference pairs
-# --------------------------------------------------------------------------------------------------
-
-
-def is_number(value: Any) -> bool:
-    """Return whether a value of a file is a number that float32 can hold; true and false are not
-    numbers.
-    """
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e30
-
-
-def read_pair(where: str, row: dict) -> list[tuple]:
-    """Return the two sides of a row, chosen and rejected: (prompt (text, messages or None), the
-    response as a message) each.
-
-    Raise a UserError, naming the row, if a side is missing or the two are equal.
-    """
-    if "response" in row and "sort" in row:  # PaddleNLP's form
-        responses = row["response"]
-        sort = row["sort"]
-        prompt, reference = prompts.prompt_and_answer(
-            where, prompts.with_messages(where, row, "src"), "src", "tgt"
-        )
-        if reference is not None or not all(
-            isinstance(x, list) and len(x) == 2 for x in (responses, sort)
-        ):
-            raise utils.UserError(
-                f"{where}: src requires one turn more than tgt, response and sort two entries each"
-            )
-        if not all(map(is_number, sort)) or sort[0] == sort[1]:
-            raise utils.UserError(
-                f"{where}: sort must be two different numbers, the higher for the chosen response, not {sort}"
-            )
-        chosen = int(sort[1] > sort[0])
-        row = {"prompt": prompt, "chosen": responses[chosen], "rejected": responses[1 - chosen]}
-    column = next(
-        (name for name in prompts.COLUMNS["prompt"] if row.get(name) not in (None, "", [])), None
-    )
-    prompt = column and prompts.with_messages(where, row, column)[column]
-    sides = []
-    for name in SIDES:
-        before = []
-        response = row.get(name)
-        # Messages: the last turn is the response, the others belong to the prompt.
-        if isinstance(response, list):
-            if not prompts.is_turn_of_assistant(response):
-                raise utils.UserError(
-                    f"{where}: messages of the {name} side have to end with a turn of the assistant"
-                )
-            *before, response = response
-            if prompts.is_turn_of_assistant(before[:1]) and prompt:  # continues the prompt
-                before = prompts.as_turns(prompt) + before
-        elif isinstance(response, str):
-            response = {"role": "assistant", "content": response}
-        if not isinstance(response, dict) or not prompts.says_something(where, response):
-            raise utils.UserError(f"{where}: has no {name} response")
-        sides.append((before or prompt, response))  # the whole conversation, if there is one
-    if sides[0] == sides[1]:
-        raise utils.UserError(f"{where}: the chosen and the rejected response are the same")
-    return sides
-
-
-def make_pair(
-    at: str,
-    row: dict,
-    tokenizer: PreTrainedTokenizerBase,
-    system_prompt: str,
-    as_is: bool,
-    stop_ids: list[int],
-) -> list[dict]:
-    """Return a pair of a row at a place, for `encode_rows`: see `load_pairs`."""
-    margin = 0.0 if row.get("margin") is None else row["margin"]
-    if not is_number(margin):
-        raise utils.UserError(f"{at}: margin must be a number, not {str(margin)[:60]!r}")
-    subset = None if row.get("subset") is None else str(row["subset"])
-    pair: dict[str, Any] = {"prompt": "", "margin": margin, "subset": subset, "problem": ""}
-    tools = prompts.tools_of(at, row)
-    for side, (prompt, turn) in zip(SIDES, read_pair(at, row)):
-        if prompt is None:
-            if others := turn.keys() - {"role", "content"}:
-                raise utils.UserError(
-                    f"{at}: has {', '.join(sorted(others))}, and no prompt before it"
-                )
-            text = prompts.render_response(at, turn["content"], tokenizer, stop_ids, special=True)
-            pair[side] = [text]
-        else:
-            messages, query = prompts.render_prompt(
-                at, prompt, tokenizer, system_prompt, as_is, tools
-            )
-            text = prompts.render_turn(at, messages, query, turn, stop_ids, tokenizer, as_is, tools)
-            pair["prompt"] = query.shown
-            pair[side] = [query, text]
-        pair[f"{side}_text"] = text.shown
-    pair["about"] = pair["prompt"] or str(sorted(pair[f"{side}_text"] for side in SIDES))
-    return [pair]
-
-
-def load_pairs(
-    flag: str,
-    name: str,
-    split: str,
-    tokenizer: PreTrainedTokenizerBase,
-    stop_ids: list[int],
-    args: Args,
-):
-    """Read preference pairs and encode them, once and for all; those over --max_length are left out
-    and reported.
-
-    Returns:
-        Rows {"prompt", "chosen_text", "rejected_text": text; "chosen", "rejected": token ids of
-        prompt, response and stop token; "margin": float, 0 if the row has none; "subset": text or
-        None}
-    """
-    dataset = split_of(name)[0]
-    where = f"{flag} {dataset}"
-    raw = read_rows(flag, re.sub("^arithmetic(@|$)", r"arithmetic_pairs\1", name), split)
-    make = functools.partial(
-        make_pair,
-        tokenizer=tokenizer,
-        system_prompt=args.system_prompt,
-        as_is=args.chat_template == "none",
-        stop_ids=stop_ids,
-    )
-    first_rows(where, raw)  # there are some
-    pairs = encode_rows(flag, dataset, raw, make, tokenizer, stop_ids)
-    for part in TEXTS:
-        utils.say(f"{where}: {part}: {SHORT.repr(pairs[0][part])}")
-    lengths = np.maximum(*(column(pairs, side) for side in SIDES))
-    why = f"which have more tokens than --max_length {args.max_length}"
-    return leave_out(where, pairs, lengths <= args.max_length, why)
-
-
-def load_train_and_eval_pairs(
-    args: Args, tokenizer: PreTrainedTokenizerBase, stop_ids: list[int]
-) -> tuple:
-    """Return the pairs to train on, and those to evaluate on, which are never trained on (none with
-    --eval_every 0).
-    """
-    pairs = load_pairs("--dataset", args.dataset, "train", tokenizer, stop_ids, args)
-    held_out = pairs.take(0)
-    (dataset, _) = split_of(args.dataset)
-    if args.eval_every and (args.eval_dataset or not os.path.isfile(dataset)):
-        held_out = load_pairs(
-            "--eval_dataset", args.eval_dataset or dataset, "test", tokenizer, stop_ids, args
-        )
-        held_out = held_out.take(min(args.eval_pairs or len(held_out), len(held_out)))
-    elif args.eval_every:
-        count = min(args.eval_pairs or len(pairs), max(1, len(pairs) // 10))
-        held_out = pairs.select(stream(len(pairs), 0, count, args.seed))
-    kept = without(f"--dataset {args.dataset}", pairs, held_out)
-    for side in SIDES:
-        for part in (kept, held_out):
-            check_rows_fit(args.model, part, [side], f"--dataset {args.dataset}")
-    return kept, held_out
 
 
 # --------------------------------------------------------------------------------------------------
@@ -394,12 +227,13 @@ def main(args: Args) -> None:
         """Score pairs, keep mean and deviation in the model's config, and return metrics and
         samples.
         """
+        pairs = list(pairs)  # decoded once
         # (P, 2)
         scores = score_pairs(scorer, pairs, args.micro_batch_tokens, run.interrupt, world)
         config.score_mean = scores.mean().item()
         config.score_std = scores.std().item()
         statistics = pair_statistics(scores, [pair["subset"] for pair in pairs])
-        samples = sample_pairs(list(pairs)[: max(4, args.log_samples)], scores)
+        samples = sample_pairs(pairs[: max(4, args.log_samples)], scores)
         return {f"eval/{name}": x for name, x in statistics.items()}, samples
 
     run.start(

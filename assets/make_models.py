@@ -42,7 +42,7 @@ from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2T
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from guess.game import GuessTheNumber
 
-from assets.tasks import arithmetic, worked_addition
+from plumbing.data.tasks import arithmetic, worked_addition
 from plumbing.rollout.batch import collate
 
 ASSETS = Path(__file__).resolve().parent

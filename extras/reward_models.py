@@ -1,5 +1,6 @@
 """Reward models as sources of --reward."""
 
+import functools
 import math
 from itertools import chain
 from typing import Any
@@ -9,14 +10,8 @@ from torch.nn.functional import one_hot
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
-from plumbing.data.prompts import (
-    Text,
-    encode_texts,
-    for_template,
-    guarded,
-    hidden,
-    render_response,
-)
+from plumbing.data.encoding import Text, encode_texts
+from plumbing.data.rendering import Rendering, apply_template, shown
 from plumbing.models import loading
 from plumbing.models.config import positions_of, scalar_config
 from plumbing.models.loading import Precision
@@ -27,7 +22,7 @@ from plumbing.models.tokenizer import (
     stop_token_ids,
     vocabulary_difference,
 )
-from utils import UserError, World, first_line, micro_batches, warn
+from utils import UserError, World, as_user_error, first_line, micro_batches, warn
 
 
 class ModelSource:
@@ -158,14 +153,11 @@ class ModelSource:
         messages = row["messages"]
         if has_template and messages:
             messages = [*messages, {"role": "assistant", "content": text}]
-            shown = self.tokenizer.apply_chat_template(
-                guarded(for_template(messages, self.tokenizer), self.tokenizer), tokenize=False
-            )
-            if part := hidden(messages, shown):
-                raise ValueError(f"its chat template does not show {part}")
+            with as_user_error("its chat template"):
+                whole = shown(functools.partial(apply_template, self.tokenizer), messages)
             if self.ends_with_stop:
-                shown = shown.removesuffix(end_of_turn(self.tokenizer))
-            texts = [Text("the prompt", shown, is_learned=self.ends_with_stop)]
+                whole = whole.removesuffix(end_of_turn(self.tokenizer))
+            texts = [Text("the prompt", whole, is_learned=self.ends_with_stop)]
         elif has_template and self.policy:
             raise ValueError(
                 "its text may hold a chat template already, as with --chat_template none"
@@ -173,8 +165,8 @@ class ModelSource:
         else:
             texts = [
                 Text("the prompt", row["prompt"], special=not has_template),
-                render_response(
-                    "the response", text, self.tokenizer, self.stop_ids, before=row["prompt"]
+                Rendering(self.tokenizer, self.stop_ids).response(
+                    "the response", text, row["prompt"]
                 ),
             ]
         return list(chain(*encode_texts(texts, self.tokenizer, self.stop_ids)))

@@ -41,9 +41,9 @@ from tqdm import tqdm
 import distill
 import grpo
 import utils
-from assets import tasks
 from extras.episodes.tool_processes import ToolProcess, ToolProcesses
-from plumbing.data.mixture import load_train_and_eval
+from plumbing.data import tasks
+from plumbing.data.prompts import load_train_and_eval
 from plumbing.models.tokenizer import load_tokenizer
 from plumbing.rewards.sources import RewardSources, Scoring, check_reference
 from plumbing.rewards.verifiers import gsm8k
@@ -215,7 +215,7 @@ def row(count: int, folder: str) -> Callable:
     """Read, check and encode the rows of a file, of the size of GSM8K's, at the first start."""
     words = "and one more word " * 12
     rows = [{"prompt": f"{i} {words}", "answer": str(i)} for i in range(count)]
-    return loader(folder, rows, grpo.Args(), None)
+    return loader(folder, rows, grpo.Args())
 
 
 def cached_row(count: int, folder: str) -> Callable:
@@ -231,10 +231,10 @@ def supervised_turn(count: int, folder: str) -> Callable:
     rows = [
         {"messages": [{"role": "system", "content": f"{i}"}] + turns * count} for i in range(20)
     ]
-    return loader(folder, rows, distill.Args(on_policy_share=0.0), [1])
+    return loader(folder, rows, distill.Args(on_policy_share=0.0), "conversations", [1])
 
 
-def loader(folder: str, rows: list[dict], args, stop_ids: list[int] | None) -> Callable:
+def loader(folder: str, rows: list[dict], args, *learned) -> Callable:
     """Write rows to a file; return what a script does with it."""
     args.dataset = os.path.join(folder, "rows.jsonl")
     pandas.DataFrame(rows).to_json(args.dataset, orient="records", lines=True)
@@ -243,7 +243,7 @@ def loader(folder: str, rows: list[dict], args, stop_ids: list[int] | None) -> C
     args.model = random_model("10m", folder)
     tokenizer = load_tokenizer(args.model)
     tokenizer.chat_template = TABLE["template"]
-    return lambda: load_train_and_eval(args, tokenizer, check_reference, None, stop_ids)
+    return lambda: load_train_and_eval(args, tokenizer, check_reference, None, *learned)
 
 
 def token(count: int, folder: str) -> Callable:

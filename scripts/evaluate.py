@@ -55,7 +55,8 @@ import grpo
 import utils
 from plumbing import cli
 from plumbing.cli import Decay, NonNegativeFloat, NonNegativeInt, PositiveInt
-from plumbing.data import mixture
+from plumbing.data.mixture import first_prompts
+from plumbing.data.prompts import check_responses_fit, load_prompts
 from plumbing.data.rows import split_of
 from plumbing.models import loading
 from plumbing.models.forward import check_decodes
@@ -235,7 +236,7 @@ def main(args: Args) -> None:
     tokenizer, stop_ids = load_tokenizer_and_stop_ids(args)
     conversations = load_conversations(args, tokenizer, stop_ids)
     split, held_out = ("train", True) if args.eval_share else ("test", None)
-    parts = mixture.load_prompts(
+    parts = load_prompts(
         "--dataset",
         args.dataset,
         split,
@@ -245,8 +246,8 @@ def main(args: Args) -> None:
         conversations,
         held_out=held_out,
     )
-    prompts = mixture.first_prompts(parts, args.num_prompts)
-    mixture.check_responses_fit(args, prompts)
+    prompts = first_prompts(parts, args.num_prompts)
+    check_responses_fit(args, prompts)
     reward_sources = RewardSources(args, tokenizer, prompts, conversations is not None)
     precision = loading.precision(args.precision, world.device)
     args.backend = engines.backend_of("backend", args)

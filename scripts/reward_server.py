@@ -30,7 +30,8 @@ from yarl import URL
 import utils
 from plumbing import cli
 from plumbing.cli import Port, PositiveInt, RewardArgs, Seconds
-from plumbing.data import prompts
+from plumbing.data.formats import named_sources
+from plumbing.data.messages import read_messages
 from plumbing.models import loading
 from plumbing.rewards import sources
 from plumbing.run.ranks import report_errors
@@ -113,9 +114,10 @@ class Scorer:
         columns = {name: column[i] for name, column in request.columns.items()}
         row = {
             "prompt": request.src[i],
-            "messages": messages and prompts.as_messages(where, messages, ""),
+            "messages": messages
+            and [message.as_dict() for message in read_messages(f"{where} prompt", messages)],
             "answer": request.tgt[i],
-            "sources": prompts.named_sources(where, columns, self.args),
+            "sources": named_sources(where, columns, self.args.reward),
             "columns": columns,
         }
         if request.turns:

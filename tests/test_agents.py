@@ -1,13 +1,14 @@
 """Agents behind an address: the rows that their requests become, and what bad ones do not break."""
 
 import asyncio
+import json
 import re
 import types
 
 import numpy as np
 import pytest
 import torch
-from helpers import table
+from helpers import ROOT, table
 from test_turns import ADD, QWEN25
 from test_turns import tokenizer_of as tokenizer_of  # a fixture
 from tiny_models import CPU, random_model
@@ -217,6 +218,26 @@ def test_what_the_api_offers(play):
     assert [request["length"] for request in asked][1] == 1
     trained = sorted(len(ids) for _, ids in contexts_of(one))
     assert trained == [0, 1, *[3] * 7]
+
+
+def test_reported_requests(tokenizer_of, tmp_path, monkeypatch):
+    """What changes nothing is read; what would, and cannot, is named."""
+    monkeypatch.chdir(tmp_path)  # where the agent writes its answers
+    monkeypatch.setattr(agents, "positions_of", lambda _: 600)
+    agent = ROOT / "tests/data/reported/26_agent_requests.py:play"
+    args = grpo.Args(agent=str(agent), reward=("episode",), max_turns=99)
+    tokenizer = tokenizer_of(QWEN25)
+    made = Agents(args, tokenizer, [tokenizer.convert_tokens_to_ids("<|im_end|>")])
+    ended = {}
+    rows = [{"query": [5], "prompt": "", "columns": {}}]
+    engine = Engine(tokenizer, "ok")
+    made.sample(rows, [1], np.array([[7]]), lambda: False, ended.__setitem__, engine)
+    assert not ended[0].error
+    answers = json.loads((tmp_path / "agent.log").read_text())
+    refused = {name: text for name, (status, text) in answers.items() if status != 200}
+    assert refused.keys() == REQUESTS["reported"].keys() and len(answers) == 39
+    for name, words in REQUESTS["reported"].items():
+        assert answers[name][0] == 400 and words in refused[name], refused[name]
 
 
 @pytest.mark.parametrize("call", REQUESTS["calls"])

@@ -35,13 +35,14 @@ from transformers import PreTrainedTokenizerFast
 
 import ppo
 import reward_model
-from assets.tasks import BUILT_IN
-from plumbing.data import cache, prompts
-from plumbing.data import mixture as data
+from plumbing.data import cache, formats, mixture, pairs
+from plumbing.data import prompts as data
 from plumbing.data.rows import VERSION, first_rows, read_rows
+from plumbing.data.tasks import BUILT_IN
 from plumbing.models.tokenizer import load_tokenizer
 from plumbing.rewards.sources import check_reference
 from plumbing.run.ranks import Interrupt, report_errors
+from plumbing.run.setup import load_supervised
 from utils import UserError, World
 
 ARGS = vars(
@@ -86,7 +87,9 @@ def tokenizers() -> dict:
 def prompts_of(name: str, tokenizer, split: str = "train", **changes) -> list[dict]:
     args = args_of(**changes)
     return list(
-        data.mix(data.load_prompts("--dataset", name, split, tokenizer, args, check_reference), 1)
+        mixture.mix(
+            data.load_prompts("--dataset", name, split, tokenizer, args, check_reference), 1
+        )
     )
 
 
@@ -241,13 +244,16 @@ def test_both_readings_of_src_and_tgt(src, tgt):
     """The turns alternate and begin with the user; what is left of tgt, if anything, is the
     reference.
     """
-    read = functools.partial(prompts.with_messages, "row", {"src": src, "tgt": tgt}, "src")
+    row = {"src": src, "tgt": tgt}
+    read = functools.partial(formats.read_prompt, "row", row, "src")
     if not len(src) - 1 <= len(tgt) <= len(src):
         with pytest.raises(UserError):
             read()
         return
-    messages, reference = prompts.prompt_and_answer("row", read(), "src", "tgt")
+    messages = read()
+    reference = messages.pop()["content"] if len(tgt) == len(src) else None
     assert reference == (tgt[-1] if len(tgt) == len(src) else None)
+    assert formats.read_answer("row", {}, "tgt", reference) == reference
     assert [turn["content"] for turn in messages[::2]] == src
     assert [turn["content"] for turn in messages[1::2]] == tgt[: len(src) - 1]
     assert [turn["role"] for turn in messages] == ["user", "assistant"] * (len(src) - 1) + ["user"]
@@ -325,7 +331,7 @@ def test_content_that_is_not_text_is_named_with_its_row(content, tokenizers, tmp
         {"messages": [*DIALOGUE, {"role": "user", "content": content}], "answer": "2"},
     ]
     line = refused(capsys, load, rows, tmp_path, tokenizers[False, WITHOUT_BOS])
-    assert "row 2 prompt turn 4: content: " in line
+    assert "row 2 turn 4: content: " in line
 
 
 def test_a_template_from_a_file_and_none(tokenizers, tmp_path, capsys):
@@ -516,10 +522,10 @@ def test_the_version_of_the_cache_is_that_of_golden_rows(tmp_path):
         flags = dict(reward=("exact", "math"), reward_weights=(1, 0))
         if kind == "pairs":
             given = reward_model.Args(system_prompt="Add.")
-            rows = reward_model.load_pairs("", file, "x", CHAT, [1], given)
+            rows = pairs.load_pairs("", file, "x", CHAT, [1], given)
         elif kind == "learned":
             args = args_of(on_policy_share=0, **flags)
-            given = "train", CHAT, args, lambda *_: "", None, [1]
+            given = "train", CHAT, args, lambda *_: "", None, "conversations", [1]
             rows = data.load_prompts("", file, *given)[0][0]
         else:
             rows = prompts_of(file, CHAT, **flags)
@@ -644,7 +650,10 @@ def test_what_was_read_is_shown(tokenizers, tmp_path, capsys):
     ) and prompt.endswith("x, last'")
     assert len(prompt) < 150 + 150 and answer == f"--dataset {name}: answer (solution): '007'"
     (tmp_path / "rows.csv").write_text("prompt,answer\na,b,c\n")
-    assert refused(capsys, prompts_of, name, None).startswith(f"error: --dataset {name} row 1: ")
+    tokenizer = tokenizers[False, None]
+    assert refused(capsys, prompts_of, name, tokenizer).startswith(
+        f"error: --dataset {name} row 1: "
+    )
 
 
 def test_a_folder_without_the_split(tokenizers, tmp_path, capsys):
@@ -733,7 +742,7 @@ def test_types_that_only_parquet_has(folder, tokenizers, value):
 # ---- mixtures ------------------------------------------------------------------------------------
 
 
-def mixture(folder, parts: dict[str, tuple[int, float]], name: str = "mix.json") -> str:
+def write_mixture(folder, parts: dict[str, tuple[int, float]], name: str = "mix.json") -> str:
     """Write a list of data sets {letter: (size, weight)}, whose prompts begin with their letter;
     return its path.
     """
@@ -747,7 +756,7 @@ def mixture(folder, parts: dict[str, tuple[int, float]], name: str = "mix.json")
 
 def test_a_mixture_is_drawn_by_weight_and_passes_through_each_part(tmp_path, tokenizers):
     """It is one list, the same for the same seed."""
-    path = mixture(tmp_path, {"a": (30, 2), "b": (500, 1), "c": (70, 5)})
+    path = write_mixture(tmp_path, {"a": (30, 2), "b": (500, 1), "c": (70, 5)})
     draw = lambda seed: data.load_train_and_eval(
         args_of(dataset=path, eval_every=0, seed=seed), tokenizers[False, None], check_reference
     )[0]
@@ -767,7 +776,7 @@ def test_a_mixture_is_drawn_by_weight_and_passes_through_each_part(tmp_path, tok
 
 def test_what_is_evaluated_on_is_not_trained_on(tmp_path, tokenizers, capsys):
     """Of a list, the first of each data set in proportion to its weight."""
-    evaluated = mixture(tmp_path, {"a": (5, 3), "b": (50, 1)}, "evaluated.json")
+    evaluated = write_mixture(tmp_path, {"a": (5, 3), "b": (50, 1)}, "evaluated.json")
     args = args_of(dataset=str(tmp_path / "b.jsonl"), eval_dataset=evaluated, eval_prompts=4)
     train, held_out = data.load_train_and_eval(args, tokenizers[False, None], check_reference)
     assert [row["prompt"] for row in held_out] == ["a0", "a1", "a2", "b0"]
@@ -776,8 +785,8 @@ def test_what_is_evaluated_on_is_not_trained_on(tmp_path, tokenizers, capsys):
     parts = data.load_prompts(
         "--dataset", evaluated, "train", tokenizers[False, None], args, check_reference
     )
-    assert len(data.first_prompts(parts, 0)) == 55
-    assert [row["prompt"] for row in data.first_prompts(parts[1:], 2)] == ["b0", "b1"]
+    assert len(mixture.first_prompts(parts, 0)) == 55
+    assert [row["prompt"] for row in mixture.first_prompts(parts[1:], 2)] == ["b0", "b1"]
 
 
 def test_entries_may_name_their_split(tmp_path, tokenizers, monkeypatch):
@@ -798,7 +807,7 @@ def test_supervised_rows(tmp_path, tokenizers, capsys):
         tmp_path / "a.jsonl", [{"prompt": "a", "completion": "b" * n} for n in (1, 2, 99)]
     )
     given = lambda **flags: ppo.Args(**vars(args_of(ptx_dataset=file, **flags)))
-    rows = ppo.load_supervised(given(), tokenizers[False, None], [1])
+    rows = load_supervised(given(), tokenizers[False, None], [1])
     assert [tokenizers[False, None].decode(row["response"]) for row in rows] == [
         "b<eos>",
         "bb<eos>",
@@ -807,7 +816,7 @@ def test_supervised_rows(tmp_path, tokenizers, capsys):
     args = given(response_column="prompt")
     assert (
         tokenizers[False, None].decode(
-            ppo.load_supervised(args, tokenizers[False, None], [1])[0]["response"]
+            load_supervised(args, tokenizers[False, None], [1])[0]["response"]
         )
         == "a<eos>"
     )
@@ -823,7 +832,7 @@ def test_supervised_rows(tmp_path, tokenizers, capsys):
     ],
 )
 def test_bad_entries(entry, field, tmp_path, tokenizers, capsys):
-    path = mixture(tmp_path, {"a": (1, 0.5)})
+    path = write_mixture(tmp_path, {"a": (1, 0.5)})
     helpers.write_rows(path, [[{"prob": 0.5, "filepath": "a.jsonl"}, entry]])
     line = refused(capsys, prompts_of, path, tokenizers[False, None])
     assert line.startswith(f"error: --dataset {path} entry 2: {field}: ")

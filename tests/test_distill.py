@@ -14,7 +14,7 @@ import transformers
 from helpers import folder_of, metrics_of, read_lines, run_here, tiny_model, write_rows
 
 import distill
-from plumbing.data import mixture
+from plumbing.data.prompts import load_prompts
 from plumbing.models import loading
 
 VOCABULARY = 7
@@ -115,10 +115,10 @@ def test_what_is_learned_from_a_row(tmp_path, name):
     named = "thought" if "thought" in row else ""
     args = distill.Args(model=model, max_response_length=50, response_column=named)
     path = write_rows(tmp_path / "rows.jsonl", [row])
-    load = lambda stops: mixture.load_prompts(
-        "--dataset", path, "train", tokenizer, args, lambda *_: "", None, stops
+    load = lambda learn: load_prompts(
+        "--dataset", path, "train", tokenizer, args, lambda *_: "", None, learn, [1]
     )
-    [(rows, _)], [(alone, _)] = load([1]), load([])  # with responses, and prompts alone
+    [(rows, _)], [(alone, _)] = load("turns"), load("prompts")  # with responses, and prompts alone
     assert [row["query"] for row in alone] == [row["query"] for row in rows]
     assert len(rows) == len(expected) and all(row["sources"] == [] for row in rows)
     for row, (prompt, response) in zip(rows, expected):

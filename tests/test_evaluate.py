@@ -9,8 +9,8 @@ import helpers
 import pandas
 import pytest
 
-from assets.tasks import arithmetic
 from plumbing import cli
+from plumbing.data.tasks import arithmetic
 from plumbing.run.folder import run_of
 
 evaluate = importlib.import_module("evaluate")  # in scripts/, which helpers has put on the path

@@ -17,9 +17,12 @@ from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
 import distill
 import grpo
-import reward_model
-from plumbing.data import cache, mixture
-from plumbing.data.prompts import Text, encode_texts, puts_space
+from plumbing.data import cache, prompts
+from plumbing.data.encoding import Text, encode_texts, puts_space
+from plumbing.data.formats import Columns
+from plumbing.data.mixture import mix
+from plumbing.data.pairs import make_pair
+from plumbing.data.rendering import Rendering
 from plumbing.rewards.sources import check_reference
 from utils import UserError
 
@@ -55,8 +58,7 @@ def load(path, template: str, learn: bool, monkeypatch, **changes) -> list[dict]
     given = {"max_prompt_length": 4096, "max_response_length": 512, "system_prompt": ""}
     given |= {"on_policy_share": 0.0} if learn else {"reward": ("exact",)}
     tokenizer = tokenizer_of(template)
-    stop_ids = [tokenizer.eos_token_id] if learn else None
-    parts = mixture.load_prompts(
+    parts = prompts.load_prompts(
         "--dataset",
         str(path),
         "train",
@@ -64,9 +66,10 @@ def load(path, template: str, learn: bool, monkeypatch, **changes) -> list[dict]
         types.SimpleNamespace(**{**args, **given, **changes}),
         (lambda *_: "") if learn else check_reference,
         None,
-        stop_ids,
+        "conversations" if learn else "",
+        [tokenizer.eos_token_id],
     )
-    return list(mixture.mix(parts, 1))
+    return list(mix(parts, 1))
 
 
 def learned(row: dict, tokenizer) -> str:
@@ -81,21 +84,20 @@ def learned(row: dict, tokenizer) -> str:
 def test_every_form_of_message_is_shown_or_refused(template, capsys):
     """Held: all words of the row are in its tokens, and what is learned has those of its turns."""
     tokenizer = tokenizer_of(template)
-    stop_ids = [tokenizer.eos_token_id]
-    given = types.SimpleNamespace(
-        **dict.fromkeys(
-            "chat_template eval_share held_out tools text_column answer_column".split()
-        ),
-        **dict.fromkeys(["system_prompt", "on_policy_share", "response_column"], ""),
-        prompt_column="messages",
-        tokenizer=tokenizer,
-        stop_ids=stop_ids,
+    stop_ids = (tokenizer.eos_token_id,)
+    make = functools.partial(
+        prompts.make_prompts,
+        columns=Columns("messages", None),
+        rendering=Rendering(tokenizer, stop_ids),
+        learn="conversations",
+        span=(0, 1),
+        sources=None,
         check_reference=lambda *_: "",
     )
     held = []
     for form, (row, to_learn) in TABLE["forms"].items():
         try:
-            made = mixture.make_prompts("row 1", row, given)
+            made = make("row 1", row)
         except UserError as error:
             assert "row 1" in str(error)
             continue
@@ -135,8 +137,8 @@ def test_rows_as_people_have_them(case, tmp_path, monkeypatch, capsys):
     tokenizer = tokenizer_of(template)
     if use == "learn":
         assert [learned(x, tokenizer) for x in rows] == expected[0]
-    (prompts,) = expected[1:] or [[]]
-    for part in prompts:
+    (parts,) = expected[1:] or [[]]
+    for part in parts:
         assert part in tokenizer.decode(rows[-1]["query"])
     if use == "prompt":
         assert rows[0]["answer"] == expected[0]
@@ -147,14 +149,8 @@ def test_pairs_are_compared_with_their_calls(capsys):
     lines = (REPORTED / "30_pairs_of_calls.jsonl").read_text().splitlines()
     pair = json.loads(lines[0])
     tokenizer = tokenizer_of("qwen3")
-    make = functools.partial(
-        reward_model.make_pair,
-        "row 1",
-        tokenizer=tokenizer,
-        system_prompt="",
-        as_is=False,
-        stop_ids=[tokenizer.eos_token_id],
-    )
+    rendering = Rendering(tokenizer, (tokenizer.eos_token_id,))
+    make = functools.partial(make_pair, "row 1", rendering=rendering)
     (made,) = make(pair)
     assert '{"city": "Oslo"}}\n</tool_call>' in made["chosen_text"]
     assert '{"city": "Rome"}}\n</tool_call>' in made["rejected_text"]

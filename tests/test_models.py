@@ -3,18 +3,23 @@
 import copy
 import functools
 import json
+import os
+import runpy
+import sys
 import time
+import types
+from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, refused, tiny_model
+import transformers
+from helpers import ROOT, refused, render_prompt, tiny_model
 from huggingface_hub import constants
 from tiny_models import CPU
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, modeling_utils
 
 import utils
 from grpo import Args
-from plumbing.data.prompts import render_prompt
 from plumbing.models import loading
 from plumbing.models.config import check_fits
 from plumbing.models.forward import checkpoint_blocks, last_hidden_states, set_attention
@@ -160,21 +165,35 @@ def test_what_a_chat_template_lacks(tmp_path, capsys, template, system_prompt, s
         assert said in err and bool(said) == err.startswith("warning: the chat template of --model")
 
 
-@pytest.mark.parametrize("kind", ["LlamaTokenizerFast", "LlamaTokenizer", "TokenizersBackend", ""])
-def test_tokenizer_json_is_read_where_tekken_json_is_beside_it(tmp_path, kind):
-    folder = tiny_model(tmp_path, "mistral", chat=True)
-    (tmp_path / "tekken.json").write_text("{}")
-    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    config["tokenizer_class"] = kind or None
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    assert load_tokenizer(folder).backend_tokenizer.get_vocab_size() > 256
+@pytest.fixture
+def reported(tmp_path, monkeypatch):
+    """A function: runs a program that was reported, in a folder of its own."""
+    names = {"json": json, "os": os, "transformers": transformers, "R": str(ROOT)}
+    monkeypatch.setitem(sys.modules, "lab", types.SimpleNamespace(**names))
+    monkeypatch.setattr(loading, "read_tokenizer", read_tokenizer, raising=False)
+    monkeypatch.chdir(tmp_path)
+    return lambda name: runpy.run_path(REPORTED / name)
 
 
-def test_what_reads_images_is_saved_with_the_model(tmp_path):
-    folder = tiny_model(tmp_path / "model")
-    files = {f"{name}_config.json" for name in "preprocessor video_preprocessor processor".split()}
-    for name in files:
-        (tmp_path / "model" / name).write_text(name)
+def test_tokenizer_json_is_read_where_tekken_json_is_beside_it(tmp_path, reported, capsys):
+    """By each class that a folder may name, or none."""
+    folder = Path(tiny_model(tmp_path / "models/tekken", "mistral", chat=True))
+    (folder / "tekken.json").write_text("{}")
+    reported("28_tekken.py")
+    found = capsys.readouterr().out.splitlines()[2:]
+    assert len(found) == 4 and all(line.endswith(" True") for line in found), found
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"tokenizer_class": None}))
+    assert load_tokenizer(str(folder)).backend_tokenizer.get_vocab_size() > 256
+
+
+def test_what_reads_images_is_saved_with_the_model(tmp_path, reported):
+    reported("24_vlm_folder.py")
+    source = tmp_path / "models/g3"
+    (source / "video_preprocessor_config.json").write_text("{}")
+    names = [f"{name}_config.json" for name in ("preprocessor", "video_preprocessor", "processor")]
+    files = {name: (source / name).read_text() for name in names}
+    folder = str(source)
     model = loading.load_model("--model", folder, torch.float32, CPU)
     given = utils.World(0, 1, CPU), model, load_tokenizer(folder), folder
     checkpoints.save_final(str(tmp_path), *given)
@@ -186,7 +205,7 @@ def test_what_reads_images_is_saved_with_the_model(tmp_path):
         checkpoints.save_checkpoint(str(tmp_path), world, tokenizer, state, *models, 0)
         tokenizer = load_tokenizer(f"{tmp_path}/checkpoints/step_{step}")
     for saved in ("final", "checkpoints/step_1", "checkpoints/step_2"):
-        assert all((tmp_path / saved / name).read_text() == name for name in files)
+        assert files == {name: (tmp_path / saved / name).read_text() for name in names}
 
 
 def test_values_for_the_chat_template(tmp_path, capsys):
@@ -227,18 +246,18 @@ def test_what_is_saved_has_the_system_prompt_of_training(tmp_path, template, tex
     for name in (TINY, str(saved), str(saved)):
         tokenizer = load_tokenizer(name, str(file) if name == TINY else "", "{}", text)
         tokenizer.save_pretrained(saved)
-        _, seen = render_prompt("", asked, original, text)
-        assert render_prompt("", asked, tokenizer, text)[1] == seen
+        seen = render_prompt(asked, original, text)
+        assert render_prompt(asked, tokenizer, text) == seen
         plain = AutoTokenizer.from_pretrained(saved)
         render = functools.partial(
             plain.apply_chat_template, tokenize=False, add_generation_prompt=True
         )
         assert render(asked) == seen.shown and (text in seen.shown)
-        assert render(with_turn) == render_prompt("", with_turn, original, "")[1].shown
+        assert render(with_turn) == render_prompt(with_turn, original).shown
         assert plain.chat_template.count("I am") == template.count("I am")
         assert len(plain.chat_template) <= len(template) + 2 * len(text) + 120
     other = load_tokenizer(str(saved), "", "{}", "Other.")
-    assert render_prompt("", asked, original, "Other.")[1].text == other.apply_chat_template(
+    assert render_prompt(asked, original, "Other.").text == other.apply_chat_template(
         asked, tokenize=False, add_generation_prompt=True
     )
 

@@ -21,15 +21,15 @@ from transformers import AutoModelForSequenceClassification
 import grpo
 import reward_model
 import utils
-from assets.tasks import arithmetic_pairs
-from plumbing.data import mixture as data
+from plumbing.data import prompts as data
+from plumbing.data.pairs import load_pairs, load_train_and_eval_pairs
+from plumbing.data.tasks import arithmetic_pairs
 from plumbing.models import loading as models
 from plumbing.models.tokenizer import load_tokenizer
 from plumbing.run.ranks import report_errors
 from reward_model import (
     Args,
     collate_pairs,
-    load_pairs,
     pair_statistics,
     preference_loss,
     score_pairs,
@@ -305,7 +305,7 @@ def split(
     flags["model"] = str(helpers.ROOT / "assets/tiny")
     if held_out is not None:
         flags["eval_dataset"] = write_rows(tmp_path / "eval.jsonl", held_out)
-    pairs = reward_model.load_train_and_eval_pairs(Args(**flags), PLAIN, [1])
+    pairs = load_train_and_eval_pairs(Args(**flags), PLAIN, [1])
     return tuple([pair["prompt"] for pair in part] for part in pairs)
 
 

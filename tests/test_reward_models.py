@@ -16,7 +16,6 @@ from tokenizers import models as cores
 from tokenizers.pre_tokenizers import ByteLevel
 
 from extras.reward_models import ModelSource
-from plumbing.data import prompts
 from plumbing.models import loading as models
 from plumbing.models.tokenizer import vocabulary_difference
 from plumbing.rewards.sources import RewardSources
@@ -57,7 +56,7 @@ def rows_of(texts: list, tokenizer) -> list[dict]:
     rows = []
     for text in texts:
         prompt, query = helpers.encode_prompt("row", text, tokenizer, "")
-        row = {"prompt": prompt, "query": query, "messages": prompts.as_messages("row", text, "")}
+        row = {"prompt": prompt, "query": query, "messages": helpers.dialogue(text, tokenizer)}
         rows.append({**row, "answer": "4", "sources": None, "columns": {}})
     return rows
 
@@ -217,5 +216,5 @@ def test_a_template_that_hides_a_turn_of_the_prompt_is_refused(tmp_path, capsys)
     hides = GEMMA_LIKE.replace("in messages", "in messages if m['role'] != 'developer'")
     name = save(tmp_path / "rm", other_tokenizer(hides))
     rows = rows_of([[{"role": "developer", "content": "Be brief."}, *CHAT]], policy)
-    with pytest.raises(UserError, match="its chat template does not show turn 1, of developer"):
+    with pytest.raises(UserError, match="its chat template: does not show turn 1, of developer"):
         load(name, policy, rows)

@@ -20,7 +20,6 @@ from tiny_models import CPU, make_tokenizer
 from tokenizers.processors import TemplateProcessing
 
 import utils
-from plumbing.data import prompts
 from plumbing.models import loading
 from plumbing.rewards.sources import RewardSources
 
@@ -254,7 +253,7 @@ def test_scores_are_those_of_a_reward_model_in_the_run_itself(servers, listen, f
     for question, text in [*PAIRS, (FORGED, FORGED)][: None if name == "model" else -1]:
         prompt, query = helpers.encode_prompt("", question, tokenizer, "Add.")
         assert query.count(tokenizer.eos_token_id) == (name == "bos")
-        messages = prompts.as_messages("", question, "Add.")
+        messages = helpers.dialogue(question, tokenizer, "Add.")
         rows.append({"prompt": prompt, "query": query, "messages": messages, "answer": None})
         texts.append(text)
         ids.append(helpers.encode_response("", text, tokenizer, [tokenizer.eos_token_id]))

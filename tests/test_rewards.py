@@ -25,7 +25,7 @@ from test_tool_processes import is_running, wait_until
 from tiny_models import CPU, make_tokenizer
 
 import plumbing.processes as processes_module
-from plumbing.data.prompts import named_sources
+from plumbing.data.formats import named_sources
 from plumbing.event_loop import EventLoop
 from plumbing.processes import Ended, ForkServer, Late, Processes
 from plumbing.rewards import verifiers
@@ -467,10 +467,7 @@ MIX = ("gsm8k", "math", "runs/rm/final")
 )
 def test_named_sources(columns, expected, reward):
     with pytest.raises(UserError) if expected is UserError else contextlib.nullcontext():
-        assert (
-            named_sources("rows.jsonl row 1", columns, types.SimpleNamespace(reward=reward))
-            == expected
-        )
+        assert named_sources("rows.jsonl row 1", columns, reward) == expected
 
 
 def test_an_answer_is_needed_where_a_source_reads_it(capsys):

@@ -18,10 +18,12 @@ from conftest import ROOT
 from helpers import read_lines, refused, write_rows
 
 import utils
-from assets.instructions import KINDS, UNSEEN, instructions
 from extras.verifiers.ifeval import checkers, ifeval
 from plumbing.data.rows import read_rows
+from plumbing.data.tasks import instruction_parts, instructions
 from plumbing.run.log import RunLog
+
+KINDS = list(instruction_parts()["kinds"])
 
 # ---- prompts -------------------------------------------------------------------------------------
 
@@ -64,7 +66,10 @@ def test_prompts_are_the_same_everywhere_and_held_out_by_hash():
     assert len(set(prompts)) == 4000
     digest = hashlib.sha256("\n".join(prompts).encode()).hexdigest()
     assert digest.startswith("b0affb428449cad5")
-    unseen = {row["answer"]["instruction_id"][0] for row in instructions(UNSEEN, "test", 9)}
+    unseen = {
+        row["answer"]["instruction_id"][0]
+        for row in instructions(instruction_parts()["unseen"], "test", 9)
+    }
     assert not unseen & {row["answer"]["instruction_id"][0] for row in train}
     entries = json.loads((ROOT / "assets/smollm2/kinds.json").read_text())
     assert [entry["filepath"] for entry in entries] == [f"instructions:{kind}" for kind in KINDS]

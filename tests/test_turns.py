@@ -21,7 +21,7 @@ from transformers.utils.chat_parsing.response_templates import load_response_tem
 
 from extras.episodes.templates import FORMS, TurnTemplate, warn_once
 from extras.episodes.tool_processes import EnvironmentFailure
-from plumbing.data import mixture as data
+from plumbing.data import prompts as data
 from plumbing.models.tokenizer import load_tokenizer_and_stop_ids
 
 CHATML = """

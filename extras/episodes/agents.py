@@ -21,8 +21,8 @@ from typing import Callable
 from aiohttp import web
 
 from extras.episodes.conversations import Conversation, Conversations
-from extras.episodes.templates import json_or_text
 from extras.episodes.tool_processes import EnvironmentFailure
+from plumbing.data.messages import read_messages
 from plumbing.models.config import positions_of
 from utils import first_line
 
@@ -221,23 +221,19 @@ def completion(turn: Turn, message: dict, reason: str, model: str, stream) -> we
 
 
 def plain(messages: list[dict]) -> list[dict]:
-    """Return what messages say, however a client library writes it, as chat templates read it.
+    """Return what messages say, however a client library writes it, as chat templates read it; raise
+    UserError, with the turn and key, for what cannot be read.
 
-    A result has the name of the call that its id belongs to.
+    A key without a value counts as none. A result has the name of the call that its id belongs to.
     """
+    given = [{"content": ""} | {name: x for name, x in turn.items() if x} for turn in messages]
     names: dict[str, str] = {}  # of calls, by their ids
     said = []
-    for message in messages:
-        content = message.get("content") or ""
-        if not isinstance(content, str):
-            content = "".join(part["text"] for part in content)
-        named = {"name": names.get(message.get("tool_call_id")), **message}
-        optional = {x: named[x] for x in ("name", "reasoning_content") if named.get(x)}
-        said.append({"role": message["role"], "content": content, **optional})
-        for call in message.get("tool_calls") or []:
-            name, arguments = call["function"]["name"], call["function"].get("arguments") or {}
-            arguments = json_or_text(arguments) if isinstance(arguments, str) else arguments
-            function = {"name": name, "arguments": arguments or {}}
-            said[-1].setdefault("tool_calls", []).append({"type": "function", "function": function})
-            names[call.get("id")] = name
+    for message in read_messages("messages", given):
+        turn = message.as_dict()
+        if (name := names.get(turn.pop("tool_call_id", ""))) is not None:
+            turn.setdefault("name", name)
+        for call in turn.get("tool_calls", ()):
+            names[call.pop("id", "")] = call["function"]["name"]
+        said.append(turn)
     return said

@@ -26,7 +26,7 @@ from extras.episodes.tool_processes import (
     ToolProcess,
     ToolProcesses,
 )
-from plumbing.data.prompts import CUT, guarded
+from plumbing.data.encoding import CUT, guarded
 from plumbing.data.rows import Row
 from plumbing.event_loop import run_all
 from plumbing.rewards.sources import reward_weights

@@ -19,7 +19,8 @@ import yaml
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
 from extras.episodes.tool_processes import EnvironmentFailure
-from plumbing.data.prompts import Text, encode_texts, for_template, guarded, hidden
+from plumbing.data.encoding import Text, encode_texts, guarded
+from plumbing.data.rendering import for_template, shown
 from utils import first_line, warn
 
 Call = tuple[str, dict]  # name and arguments
@@ -186,10 +187,10 @@ class TurnTemplate:
         """Return the rendering of messages; raise ValueError if the chat template leaves out a
         content or a call.
         """
-        text = render(guarded(for_template(messages, self.tokenizer), self.tokenizer))
-        if part := hidden(messages, text):
-            raise ValueError(f"does not show {part}")
-        return text
+        return shown(
+            lambda turns: render(guarded(for_template(turns, self.tokenizer), self.tokenizer)),
+            messages,
+        )
 
     def prompt(self, messages: list[dict]) -> str:
         """Return the text of messages that a turn follows; see `_shown` for what is raised."""

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from assets.tasks import reasoning_gym_dataset
+from plumbing.data.tasks import reasoning_gym_dataset
 from plumbing.rewards.answers import stated_text
 from plumbing.rewards.verifiers import Verifier
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import transformers
 from xxhash import xxh64_intdigest
 
-from plumbing.data.prompts import encode_texts
+from plumbing.data.encoding import encode_texts
 from plumbing.data.rows import VERSION, parse
 from plumbing.models.config import check_fits
 from utils import UserError, first_line, warn
@@ -113,7 +113,9 @@ def encode_batch(
             numbers[name] = len(row[name])
             numbers["highest"] = max(numbers["highest"], *row[name], 0)
             if name == "response":
-                row["mask"] = [int(text.is_learned) for text, ids in parts for _ in ids]
+                row["mask"] = []
+                for text, ids in parts:
+                    row["mask"] += [int(text.is_learned)] * len(ids)
         made.append(numbers | {"row": to_json(row | {"dataset": dataset})})
     schema = dict.fromkeys(NUMBERS, pyarrow.int64()) | {"row": pyarrow.string()}
     return pyarrow.Table.from_pylist(made, pyarrow.schema(schema))

@@ -1,4 +1,4 @@
-"""Rows, as dicts, of built-in tasks (assets/tasks.py), files, folders and hub data sets."""
+"""Rows, as dicts, of built-in tasks (plumbing/data/tasks.py), files, folders and hub data sets."""
 
 import hashlib
 import json
@@ -9,12 +9,11 @@ from typing import Annotated, Any, Iterable, Iterator, TypedDict
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from assets import tasks
 from utils import UserError, as_user_error, go_offline_if_unreachable
 
 
 class Row(TypedDict, total=False):
-    """A prompt as a run reads it; `plumbing.data.mixture.make_prompts` makes it of a row of a data
+    """A prompt as a run reads it; `plumbing.data.prompts.make_prompts` makes it of a row of a data
     set.
     """
 
@@ -54,12 +53,14 @@ def read_rows(flag: str, name: str, split: str):
 
     Args:
         flag: the option that named it, for messages.
-        name: a built-in task, or "reasoning_gym:TASK" (assets/tasks.py); a .jsonl, .json or .csv
+        name: a built-in task, or "reasoning_gym:TASK" (plumbing/data/tasks.py); a .jsonl, .json or .csv
             file, also compressed, or a .parquet file; a folder; "owner/name" or
             "owner/name:config" on the hub; each with or without "@split".
         split: the split to read where `name` has none. A single file has only one split, whatever
             it is called.
     """
+    from plumbing.data import tasks
+
     name, split = split_of(name, split)
     built_in, _, task = name.partition(":")
     sizes = tasks.BUILT_IN.get(built_in)

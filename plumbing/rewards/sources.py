@@ -19,7 +19,7 @@ from concurrent.futures import Future, wait
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from plumbing.data.prompts import is_filled
+from plumbing.data.formats import is_filled
 from plumbing.data.rows import Row
 from plumbing.event_loop import EventLoop
 from plumbing.processes import SECONDS_TO_LOAD, Ended, Failed, ForkServer, Late, Processes
@@ -366,7 +366,7 @@ class Source:
         "score", and further numbers.
 
         Args:
-            samples: see `Scoring.add`; their rows are as `plumbing.data.mixture.load_prompts` makes
+            samples: see `Scoring.add`; their rows are as `plumbing.data.prompts.load_prompts` makes
                 them.
         """
         raise NotImplementedError

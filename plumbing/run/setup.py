@@ -4,12 +4,14 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 import utils
-from plumbing.data.mixture import load_prompts, load_train_and_eval, mix
+from plumbing.data.formats import Learn
+from plumbing.data.mixture import mix
+from plumbing.data.prompts import load_prompts, load_train_and_eval
 from plumbing.models import loading
 from plumbing.models.sharding import Sharding
 from plumbing.models.speed import Decoding
@@ -71,22 +73,21 @@ def set_up(
     make_policy: Callable,
     generate: Callable,
     outputs: tuple[str, ...],
-    learn: Literal["responses", "prompts"] | None = None,
+    learn: Learn = "",
 ) -> Setup:
     """Set up a run, up to its optimizers.
 
     Args:
         script: its file. make_policy: wraps a causal language model in the script's Policy.
         generate: the script's decode loop. outputs: what it stores of a token, by name.
-        learn: what rows hold if no score trains: responses, too, or prompts alone.
+        learn: what of a row is learned.
     """
     world = utils.setup_processes()
     run = Run(args, script, world)
     tokenizer, stop_ids = load_tokenizer_and_stop_ids(args)
     conversations = load_conversations(args, tokenizer, stop_ids)
-    ends = {"responses": stop_ids, "prompts": [], None: None}[learn]
     prompts, eval_prompts = load_train_and_eval(
-        args, tokenizer, check_reference, conversations, ends
+        args, tokenizer, check_reference, conversations, learn, stop_ids
     )
     ptx_rows = load_supervised(args, tokenizer, stop_ids) if getattr(args, "ptx_coef", 0) else ()
     if getattr(args, "value_model", ""):
@@ -157,6 +158,7 @@ def load_supervised(args: Any, tokenizer: Any, stop_ids: list[int]) -> Any:
         tokenizer,
         given,
         check_reference=lambda *_: "",  # no source scores these rows
+        learn="conversations",
         stop_ids=stop_ids,
     )
     return mix(parts, args.seed)

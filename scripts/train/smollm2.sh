@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# SmolLM2-135M-Instruct learns to follow instructions whose fulfilment a program checks (assets/instructions.py), on
+# SmolLM2-135M-Instruct learns to follow instructions whose fulfilment a program checks (assets/instructions.yaml), on
 # two CPU cores or one GPU of 24 GB. Held-out prompts are of a tenth by hash; of one kind, frequency, no prompt trains.
 #   bash scripts/train/smollm2.sh grpo           or rloo, ppo: half an hour on two cores with bf16
 #   bash scripts/train/smollm2.sh distill        the model that grpo has trained teaches the one that it began from

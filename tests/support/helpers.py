@@ -40,7 +40,9 @@ from tiny_models import make_tokenizer
 import extras.episodes.conversations  # noqa: F401
 import extras.vllm.engine  # noqa: F401
 from plumbing import cli
-from plumbing.data import prompts
+from plumbing.data.encoding import Text, encode_texts
+from plumbing.data.messages import read_messages
+from plumbing.data.rendering import Rendering
 from plumbing.processes import ForkServer
 from plumbing.rewards.sources import Scoring
 from plumbing.run import log as run_log
@@ -133,16 +135,28 @@ def table(name: str) -> dict:
     return yaml.safe_load((ROOT / "tests/data" / name).read_text())
 
 
+def dialogue(prompt, tokenizer, system_prompt: str = "") -> list[dict]:
+    """Return a prompt, text or messages, as messages."""
+    rendering = Rendering(tokenizer, system_prompt=system_prompt)
+    return rendering.dialogue(read_messages("", prompt))
+
+
+def render_prompt(prompt, tokenizer, system_prompt: str = "", tools: list | None = None) -> Text:
+    """Return a prompt as the text to encode."""
+    messages = dialogue(prompt, tokenizer, system_prompt)
+    return Rendering(tokenizer, system_prompt=system_prompt).prompt("", messages, tools)
+
+
 def encode_prompt(where: str, prompt, tokenizer, *given, **named) -> tuple[str, list[int]]:
     """Return a prompt as the text and as the token ids that the model sees."""
-    _, text = prompts.render_prompt(where, prompt, tokenizer, *given, **named)
-    return text.shown, prompts.encode_texts([text], tokenizer)[0]
+    text = render_prompt(prompt, tokenizer, *given, **named)
+    return text.shown, encode_texts([text], tokenizer)[0]
 
 
 def encode_response(where: str, text: str, tokenizer, stop_ids: list[int]) -> list[int]:
     """Return the token ids of a response to learn."""
-    response = prompts.render_response(where, text, tokenizer, stop_ids)
-    return prompts.encode_texts([response], tokenizer, stop_ids)[0]
+    response = Rendering(tokenizer, stop_ids).response(where, text)
+    return encode_texts([response], tokenizer, stop_ids)[0]
 
 
 def write_rows(path, rows: list) -> str:

@@ -6,10 +6,14 @@ arithmetic_pairs for arithmetic.
 """
 
 import functools
+import json
+import os
 import random
 import zlib
 
-from assets.instructions import instructions  # noqa: F401
+import yaml
+
+import utils
 
 BUILT_IN = {  # rows of each split
     "arithmetic": {"train": 20_000, "test": 1_000},
@@ -83,6 +87,56 @@ def arithmetic_pairs(task: str, split: str, size: int) -> list[dict]:
             }
         )
     return pairs
+
+
+@functools.cache
+def instruction_parts() -> dict:
+    """Return what prompts of `instructions` are made of."""
+    with open(os.path.join(utils.ROOT, "assets/instructions.yaml")) as file:
+        return yaml.safe_load(file)
+
+
+def instructions(kind: str, split: str, size: int) -> list[dict]:
+    """Return `size` random prompts that ask for a short text under a constraint whose fulfilment a
+    program checks, the same on every machine.
+
+    "Describe trees to a child. Do not use any commas. Write at least 25 words." Each prompt asks for
+    a least number of words, too: without it the shortest answer is the safest one, and a policy
+    learns to say little.
+
+    A tenth of all prompts, chosen by a hash, is held out: "test" draws from that tenth only and
+    "train" never does. A row is {"prompt": text, "answer": the constraints as the reward ifeval
+    reads them}.
+
+    Args:
+        kind: of assets/instructions.yaml; "" for all of them but `unseen`.
+    Raises:
+        ValueError: if there is no such kind.
+    """
+    parts = instruction_parts()
+    if kind and kind not in parts["kinds"]:
+        raise ValueError(f"there is no kind {kind!r} but {', '.join(parts['kinds'])}")
+    numbers = random.Random(f"instructions {kind} {split}")
+    kinds = [kind] if kind else [name for name in parts["kinds"] if name != parts["unseen"]]
+    rows: dict[str, dict] = {}
+    while len(rows) < size:
+        ask = numbers.choice(parts["asks"]).format(numbers.choice(parts["topics"]))
+        constraint = json.dumps(parts["kinds"][numbers.choice(kinds)])
+        count = str(numbers.choice((2, 3)))
+        constraint = constraint.replace('"COUNT"', count).replace("COUNT", count)
+        for name, word in zip(("FIRST", "SECOND"), numbers.sample(parts["words"], 2)):
+            constraint = constraint.replace(name, word)
+        said, name, arguments = json.loads(constraint)
+        length = numbers.choice(parts["lengths"])
+        prompt = f"{ask} {said} Write at least {length} words."
+        if (zlib.crc32(prompt.encode()) % 10 == 0) == (split == "test"):
+            words = {"num_words": length, "relation": "at least"}
+            answer = {
+                "instruction_id": [name, "length_constraints:number_words"],
+                "kwargs": [arguments, words],
+            }
+            rows[prompt] = {"prompt": prompt, "answer": answer}
+    return list(rows.values())
 
 
 def reasoning_gym(task: str, split: str, size: int) -> list[dict]:

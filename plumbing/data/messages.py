@@ -1,0 +1,148 @@
+"""What a message of a conversation is: who speaks, what the message says, and what it calls.
+
+A key of a message that nothing reads is an error.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    Field,
+    Json,
+    TypeAdapter,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from plumbing.data.rows import validate
+
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # a message's keys; templates read one
+
+
+class Strict(BaseModel):
+    """A part of a row in which a key that nothing reads is an error."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class TextPart(Strict):
+    """A part of a message's content; images and the like are refused."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Function(Strict):
+    """What a turn calls, and with which arguments, an object or its text."""
+
+    name: str
+    arguments: dict[str, Any] | Json[dict[str, Any]] = {}
+
+    @field_validator("arguments", mode="before")
+    @classmethod
+    def without_arguments(cls, value):
+        """Read "", too."""
+        return value or {}
+
+
+class ToolCall(Strict):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    index: int | None = Field(None, exclude=True)  # in a stream of chunks
+    function: Function
+
+    @model_validator(mode="before")
+    @classmethod
+    def nested(cls, value):
+        """Read {"name", "arguments"}, too."""
+        is_flat = isinstance(value, dict) and "name" in value
+        return {"function": value} if is_flat else value
+
+
+class Message(Strict):
+    """A turn of a conversation."""
+
+    role: str
+    content: str | list[TextPart]
+    tool_calls: list[ToolCall] = Field(default_factory=list)  # [] would be copied each time
+    thought: str = Field("", validation_alias=AliasChoices(*THOUGHTS))
+    name: str | None = None
+    tool_call_id: str | None = None
+    # 0 for a turn of the assistant that is not learned; other turns never are
+    weight: Literal[0, 1, False, True] = Field(1, validation_alias=AliasChoices("weight", "train"))
+
+    @model_validator(mode="before")
+    @classmethod
+    def with_content(cls, value):
+        """Give a turn of calls or of a thought alone a content."""
+        alone = isinstance(value, dict) and {"tool_calls", *THOUGHTS} & value.keys()
+        return {"content": "", **value} if alone else value
+
+    @field_validator("weight")
+    @classmethod
+    def is_read(cls, weight: int, info: ValidationInfo) -> int:
+        if weight and info.data.get("role") != "assistant":
+            raise ValueError("only turns of the assistant are learned")
+        return weight
+
+    @property
+    def says(self) -> bool:
+        """Whether the message has a text, a call or a thought."""
+        return bool(self.text.strip() or self.tool_calls or self.thought)
+
+    @property
+    def is_learned(self) -> bool:
+        """Whether the message is a turn of the assistant to learn, where rows are learned from."""
+        return self.role == "assistant" and bool(self.weight) and self.says
+
+    @property
+    def text(self) -> str:
+        """The content, its parts joined."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
+
+    def as_dict(self) -> dict:
+        """Return what the message says: its content as text, and its other keys but the weight."""
+        calls = [call.model_dump(exclude_none=True) for call in self.tool_calls]
+        given = {
+            "role": self.role,
+            "name": self.name,
+            "tool_call_id": self.tool_call_id,
+            "tool_calls": calls or None,
+            THOUGHTS[0]: self.thought or None,
+            "content": self.text,
+        }
+        return {name: value for name, value in given.items() if value is not None}
+
+
+MESSAGES = TypeAdapter(Annotated[list[Message], Field(min_length=1)])
+
+
+def without_nulls(value):
+    """Return a value without the keys of objects that are null."""
+    if isinstance(value, dict):
+        return {name: without_nulls(x) for name, x in value.items() if x is not None}
+    return [without_nulls(x) for x in value] if isinstance(value, list) else value
+
+
+def read_messages(where: str, turns, role: str = "user") -> list[Message]:
+    """Return messages as they are checked; raise a UserError, with the turn and key, if they are none.
+
+    A key that is null counts as none.
+
+    Args:
+        turns: messages, or the text of the only one. role: of the text.
+    """
+    if isinstance(turns, str):
+        turns = [{"role": role, "content": turns}]
+    return validate(where, without_nulls(turns), MESSAGES, "turn")
+
+
+def is_turn_of_assistant(messages) -> bool:
+    """Return whether a value is a list of messages of which the last one is the assistant's."""
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    return isinstance(last, dict) and last.get("role") == "assistant"

@@ -1,0 +1,161 @@
+"""Preference pairs: rows with a preferred and another response, turned into token ids."""
+
+import functools
+import os
+from typing import Any
+
+import numpy as np
+
+from plumbing.data.cache import check_rows_fit, column, encode_rows, leave_out
+from plumbing.data.encoding import Text
+from plumbing.data.formats import PROMPTS, read_prompt
+from plumbing.data.messages import Message, read_messages
+from plumbing.data.mixture import stream
+from plumbing.data.prompts import SHORT, without
+from plumbing.data.rendering import Rendering
+from plumbing.data.rows import first_rows, read_rows, split_of
+from utils import UserError, say
+
+# Token ids of prompt and response, in a pair as `load_pairs` makes it.
+SIDES = ("chosen", "rejected")
+TEXTS = ("prompt", "chosen_text", "rejected_text")  # what is shown of a pair
+
+
+def load_train_and_eval_pairs(args, tokenizer, stop_ids: list[int]) -> tuple:
+    """Return the pairs to train on, and those to evaluate on, which are never trained on (none with
+    --eval_every 0).
+    """
+    pairs = load_pairs("--dataset", args.dataset, "train", tokenizer, stop_ids, args)
+    held_out = pairs.take(0)
+    dataset, _ = split_of(args.dataset)
+    if args.eval_every and (args.eval_dataset or not os.path.isfile(dataset)):
+        held_out = load_pairs(
+            "--eval_dataset", args.eval_dataset or dataset, "test", tokenizer, stop_ids, args
+        )
+        held_out = held_out.take(min(args.eval_pairs or len(held_out), len(held_out)))
+    elif args.eval_every:
+        count = min(args.eval_pairs or len(pairs), max(1, len(pairs) // 10))
+        held_out = pairs.select(stream(len(pairs), 0, count, args.seed))
+    kept = without(f"--dataset {args.dataset}", pairs, held_out)
+    for side in SIDES:
+        for part in (kept, held_out):
+            check_rows_fit(args.model, part, [side], f"--dataset {args.dataset}")
+    return kept, held_out
+
+
+def load_pairs(flag: str, name: str, split: str, tokenizer, stop_ids: list[int], args):
+    """Read preference pairs and encode them, once and for all; those over --max_length are left out
+    and reported.
+
+    Returns:
+        Rows {"prompt", "chosen_text", "rejected_text": text; "chosen", "rejected": token ids of
+        prompt, response and stop token; "margin": float, 0 if the row has none; "subset": text or
+        None}
+    """
+    dataset, split = split_of(name, split)
+    where = f"{flag} {dataset}"
+    raw = read_rows(flag, "arithmetic_pairs" if dataset == "arithmetic" else dataset, split)
+    first_rows(where, raw)  # there are some
+    as_is = args.chat_template == "none"
+    rendering = Rendering(tokenizer, stop_ids, args.system_prompt, as_is)
+    make = functools.partial(make_pair, rendering=rendering)
+    pairs = encode_rows(flag, dataset, raw, make, tokenizer, stop_ids)
+    for part in TEXTS:
+        say(f"{where}: {part}: {SHORT.repr(pairs[0][part])}")
+    lengths = np.maximum(*(column(pairs, side) for side in SIDES))
+    why = f"which have more tokens than --max_length {args.max_length}"
+    return leave_out(where, pairs, lengths <= args.max_length, why)
+
+
+# ---- a row ---------------------------------------------------------------------------------------
+
+
+def make_pair(at: str, row: dict, rendering: Rendering) -> list[dict]:
+    """Return the pair of a row at a place, for `encode_rows`: see `load_pairs`."""
+    margin = 0.0 if row.get("margin") is None else row["margin"]
+    if not is_number(margin):
+        raise UserError(f"{at}: margin must be a number, not {str(margin)[:60]!r}")
+    subset = None if row.get("subset") is None else str(row["subset"])
+    pair: dict[str, Any] = {"prompt": "", "margin": margin, "subset": subset, "problem": ""}
+    tools = rendering.tools_of(at, row)
+    for side, (*messages, turn) in zip(SIDES, read_pair(at, row)):
+        if messages:
+            *before, last = rendering.dialogue([*messages, turn])
+            query = rendering.prompt(at, before, tools)
+            text = rendering.turn(at, before, query, last, tools)
+            pair["prompt"] = query.shown
+            pair[side] = [query, text]
+        else:
+            if others := turn.as_dict().keys() - {"role", "content"}:
+                raise UserError(f"{at}: has {', '.join(sorted(others))}, and no prompt before it")
+            text = Text(at, turn.text, special=True, is_learned=True)
+            pair[side] = [text]
+        pair[f"{side}_text"] = text.shown
+    # No pair of this prompt, or of these two texts, is both trained and evaluated on.
+    pair["about"] = pair["prompt"] or str(sorted(pair[f"{side}_text"] for side in SIDES))
+    return [pair]
+
+
+def read_pair(where: str, row: dict) -> list[list[Message]]:
+    """Return the two sides of a row, chosen and rejected, as conversations that end with the
+    response.
+
+    Raise a UserError, naming the row, if a side is missing or the two are equal.
+    """
+    if "response" in row and "sort" in row:
+        row = read_ranked(where, row)
+    filled = (name for name in PROMPTS if row.get(name) not in (None, "", []))
+    column = next(filled, None)
+    prompt = read_messages(where, read_prompt(where, row, column)) if column else []
+    sides = [read_side(where, name, row.get(name), prompt) for name in SIDES]
+    chosen, rejected = ([message.as_dict() for message in side] for side in sides)
+    if chosen == rejected:
+        raise UserError(f"{where}: the chosen and the rejected response are the same")
+    return sides
+
+
+def read_ranked(where: str, row: dict) -> dict:
+    """Return a row in PaddleNLP's form, src, tgt, response and sort, as one of prompt, chosen and
+    rejected.
+    """
+    prompt = read_prompt(where, row, "src")
+    responses = row["response"]
+    sort = row["sort"]
+    pairs = all(isinstance(x, list) and len(x) == 2 for x in (responses, sort))
+    if prompt[-1]["role"] == "assistant" or not pairs:
+        raise UserError(
+            f"{where}: src requires one turn more than tgt, response and sort two entries each"
+        )
+    if not all(map(is_number, sort)) or sort[0] == sort[1]:
+        raise UserError(
+            f"{where}: sort must be two different numbers, the higher for the chosen response, not {sort}"
+        )
+    chosen = int(sort[1] > sort[0])
+    return {"prompt": prompt, "chosen": responses[chosen], "rejected": responses[1 - chosen]}
+
+
+def read_side(where: str, name: str, response, prompt: list[Message]) -> list[Message]:
+    """Return a response behind its prompt.
+
+    Args:
+        response: text; or messages, of which the last one is the response. If the first one is the
+            user's, or the system's, they hold the prompt, too.
+    """
+    response = [response] if isinstance(response, dict) else response
+    if not isinstance(response, str | list):
+        raise UserError(f"{where}: has no {name} response")
+    turns = read_messages(f"{where} {name}", response, "assistant")
+    if turns[-1].role != "assistant":
+        raise UserError(
+            f"{where}: messages of the {name} side have to end with a turn of the assistant"
+        )
+    if not turns[-1].says:
+        raise UserError(f"{where}: has no {name} response")
+    return prompt + turns if turns[0].role == "assistant" else turns
+
+
+def is_number(value) -> bool:
+    """Return whether a value of a file is a number that float32 can hold; true and false are not
+    numbers.
+    """
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e30

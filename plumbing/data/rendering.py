@@ -1,0 +1,247 @@
+"""Messages written as the text that the model sees, by its chat template.
+
+What a message says reaches the model as the template writes it, or a UserError is raised.
+"""
+
+import functools
+import json
+import re
+from typing import Any, Callable, Sequence
+
+from pydantic import Json, TypeAdapter
+
+from plumbing.data.encoding import CUT, Text, guarded
+from plumbing.data.formats import is_filled
+from plumbing.data.messages import THOUGHTS, Message, without_nulls
+from plumbing.data.rows import validate
+from utils import UserError, as_user_error
+
+SCHEMAS = TypeAdapter(list[dict[str, Any]] | Json[list[dict[str, Any]]])
+
+
+class Rendering:
+    """How a run writes conversations."""
+
+    def __init__(
+        self,
+        tokenizer,
+        stop_ids: Sequence[int] = (),
+        system_prompt: str = "",
+        as_is: bool = False,
+        tools: list[dict] | None = None,
+    ):
+        """Prepare the writing of conversations.
+
+        Args:
+            stop_ids: end a turn of the assistant.
+            system_prompt: stands before a conversation that has no system turn; "" for none.
+            as_is: leave a text without chat template and system prompt, for one that holds both
+                already.
+            tools: schemas that the template shows in each conversation.
+        """
+        self.tokenizer = tokenizer
+        self.stops = [text for text in map(tokenizer.decode, stop_ids) if text]
+        self.system_prompt = "" if as_is else system_prompt
+        self.as_is = as_is
+        self.has_template = not as_is and tokenizer.chat_template is not None
+        self.tools = tools
+
+    def tools_of(self, where: str, row: dict) -> list[dict] | None:
+        """Return the schemas of the tools that the template shows in the conversation of a row: of
+        its column `tools`, a list or its JSON text, or of --tools; None if there are none.
+        """
+        if not is_filled(row.get("tools")):
+            return self.tools
+        if self.tools:
+            raise UserError(f"{where}: has tools of its own beside --tools")
+        schemas = without_nulls(validate(f"{where}: tools", row["tools"], SCHEMAS, "tool"))
+        return [x if "function" in x else {"type": "function", "function": x} for x in schemas]
+
+    def dialogue(self, messages: list[Message]) -> list[dict]:
+        """Return messages as dicts, with the system turn."""
+        turns = [message.as_dict() for message in messages]
+        if self.system_prompt and turns and turns[0]["role"] != "system":
+            turns.insert(0, {"role": "system", "content": self.system_prompt})
+        return turns
+
+    def prompt(self, where: str, messages: list[dict], tools: list[dict] | None = None) -> Text:
+        """Return the text of a prompt, from what `dialogue` gives; raise a UserError if the chat
+        template leaves a part of it out.
+
+        A tokenizer without a chat template requires a single user turn.
+        """
+        if not messages:
+            raise UserError(f"{where} prompt: has no turn before that of the assistant")
+        if not messages[-1]["content"].strip() and len(messages[-1]) == 2:
+            raise UserError(f"{where}: the last turn of the prompt is empty")
+        if self.has_template:
+            # The template has written the special tokens.
+            with as_user_error(f"{where}: the chat template of --model"):
+                write = lambda turns: apply_template(self.tokenizer, turns, tools, prompt=True)
+                return Text(where, shown(write, messages, tools))
+        added = messages[0] == {"role": "system", "content": self.system_prompt}
+        several = "several turns" if len(messages) > 1 + added else ""
+        if several or tools:
+            lacks = "the tokenizer of --model has no chat template"
+            lacks = "--chat_template is none" if self.as_is else lacks
+            raise UserError(
+                f"{where}: has {several or 'tools'}, and {lacks}; name a file of one with --chat_template"
+            )
+        return Text(where, "\n".join(turn["content"] for turn in messages), special=True)
+
+    def turn(
+        self,
+        where: str,
+        messages: list[dict],
+        query: Text,
+        turn: dict,
+        tools: list[dict] | None = None,
+    ) -> Text:
+        """Return a turn of the assistant as a text to learn: what the chat template writes for it
+        behind the prompt, up to the stop token.
+
+        A turn that is only text is learned as it stands where the template begins one in another way,
+        or does not show all of it, such as a thought. Raise a UserError if such a turn is more than
+        text.
+
+        Args:
+            messages: of the prompt. query: of `prompt`. turn: a message, as `dialogue` gives it.
+        """
+        if self.has_template:
+            with as_user_error(f"{where}: the chat template of --model"):
+                whole = apply_template(self.tokenizer, [*messages, turn], tools)
+            text = whole.removeprefix(query.text)
+            stops = [stop for stop in self.stops if stop in text]
+            end = min((text.index(stop) + len(stop) for stop in stops), default=len(text.rstrip()))
+            response = Text(where, text[:end], is_learned=True, before=query.text)
+            parts = said(turn, thoughts=True)
+            if text != whole and all(occurs(part, response.shown) for part in parts):
+                return response
+        if others := turn.keys() - {"role", "content"}:
+            raise UserError(
+                f"{where}: the chat template of --model does not write {', '.join(sorted(others))}"
+            )
+        content = turn["content"]
+        if query.text.rstrip().endswith("<think>"):
+            content = content.lstrip().removeprefix("<think>").lstrip("\n")
+            if "</think>" not in content:
+                raise UserError(
+                    f"{where}: the chat template of --model opens a thought, and the response closes none; "
+                    "name another template with --chat_template"
+                )
+        return self.response(where, content, query.text)
+
+    def response(self, where: str, content: str, before: str = "") -> Text:
+        """Return a text as a response to learn behind another text."""
+        end = next(filter(content.endswith, self.stops), "")
+        content = guarded(content.removesuffix(end), self.tokenizer, own=True)
+        return Text(where, content + end, is_learned=True, before=before)
+
+
+def apply_template(
+    tokenizer, messages: list[dict], tools: list[dict] | None = None, prompt: bool = False
+) -> str:
+    """Return messages as the chat template writes them, with CUTs; with the start of the assistant's
+    turn for a prompt. A template may raise any exception.
+    """
+    return tokenizer.apply_chat_template(
+        guarded(for_template(messages, tokenizer), tokenizer),
+        tools,
+        tokenize=False,
+        add_generation_prompt=prompt,
+    )
+
+
+def for_template(messages: list[dict], tokenizer) -> list[dict]:
+    """Return messages, as `as_messages` gives them, in the form that the chat template reads, see
+    `form_of_template`.
+    """
+    thought, as_text, as_parts = form_of_template(tokenizer, str(tokenizer.chat_template))
+    made = []
+    for message in messages:
+        message = {thought if name == THOUGHTS[0] else name: x for name, x in message.items()}
+        if as_parts:
+            message["content"] = [{"type": "text", "text": message["content"]}]
+        if as_text and "tool_calls" in message:
+            calls = [{**call, "function": {**call["function"]}} for call in message["tool_calls"]]
+            for call in calls:
+                arguments = call["function"]["arguments"]
+                call["function"]["arguments"] = json.dumps(arguments, ensure_ascii=False)
+            message["tool_calls"] = calls
+        made.append(message)
+    return made
+
+
+@functools.cache
+def form_of_template(tokenizer, template: str) -> tuple[str, bool, bool]:
+    """Return which of THOUGHTS a chat template reads, whether it wants arguments of calls as text,
+    and whether it wants contents as lists of parts, as those of models that read images do.
+    """
+
+    def render(*messages: dict) -> str:
+        try:
+            return tokenizer.apply_chat_template(list(messages), tokenize=False)
+        except Exception:  # templates raise exceptions of any type, such as at text + object
+            return ""
+
+    thoughts = (name for name in THOUGHTS if re.search(rf"""[.'"]{name}\b""", template))
+    call = {"id": "call00000", "type": "function"}  # Mistral's template wants 9 characters
+    as_object, as_text = (
+        render(
+            {"role": "user", "content": "x"},
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{**call, "function": {"name": "f", "arguments": arguments}}],
+            },
+        )
+        for arguments in ({"x": "A-VALUE"}, '{"x": "A-VALUE"}')
+    )
+    wants_text = "A-VALUE" in as_text and (not as_object or "{'x'" in as_object)
+    parts = [{"type": "text", "text": "A-TEXT"}]
+    shows_text, shows_parts = (
+        "A-TEXT" in render({"role": "user", "content": content}) for content in ("A-TEXT", parts)
+    )
+    wants_parts = shows_parts and not shows_text
+    return next(thoughts, THOUGHTS[0]), wants_text, wants_parts
+
+
+def shown(
+    write: Callable[[list[dict]], str], messages: list[dict], tools: list[dict] | None = None
+) -> str:
+    """Return what a chat template writes of messages; raise ValueError if it leaves out a part of
+    them, earlier thoughts excepted, or the name of a tool. The template may raise any exception.
+
+    Args:
+        write: returns the text of messages, with CUTs.
+    """
+    text = write(messages)
+    # A short content may occur by chance.
+    marked = [
+        turn | {"content": f"TEXT-{i}."} if len(turn["content"].strip()) in range(1, 8) else turn
+        for i, turn in enumerate(messages)
+    ]
+    for turns in (messages, marked) if marked != messages else (messages,):
+        found = (text if turns is messages else write(turns)).replace(CUT, "")
+        for number, turn in enumerate(turns, 1):
+            if not all(occurs(part, found) for part in said(turn)):
+                raise ValueError(f"does not show turn {number}, of {turn['role']}")
+    if not all(occurs(tool["function"]["name"], text) for tool in tools or ()):
+        raise ValueError("does not show tools")
+    return text
+
+
+def said(message: dict, thoughts: bool = False) -> list[str]:
+    """Return the texts that a rendering of a message has to show, with or without its thoughts."""
+    parts = re.split("</?think>", message["content"])
+    if not thoughts and message["role"] == "assistant":
+        parts = parts[-1:]
+    calls = message.get("tool_calls", ())
+    thought = message.get(THOUGHTS[0], "") if thoughts else ""
+    return [*parts, thought, *(call["function"]["name"] for call in calls)]
+
+
+def occurs(part: str, text: str) -> bool:
+    """Return whether a text has a part, as it is or as JSON, without the space around it."""
+    part = part.strip()
+    return part in text or any(json.dumps(part, ensure_ascii=x)[1:-1] in text for x in (0, 1))
