@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # SmolLM2-135M-Instruct learns to follow instructions whose fulfilment a program checks (assets/instructions.yaml), on
 # two CPU cores or one GPU of 24 GB. Held-out prompts are of a tenth by hash; of one kind, frequency, no prompt trains.
-#   bash scripts/train/smollm2.sh grpo           or rloo, ppo: half an hour on two cores with bf16
+#   bash scripts/train/smollm2.sh grpo           or rloo, ppo: about 40 minutes on two cores with bf16
 #   bash scripts/train/smollm2.sh distill        the model that grpo has trained teaches the one that it began from
 #   bash scripts/train/smollm2.sh reward_model   pairs of the model's own responses, a reward model, and GRPO on it
 #   bash scripts/train/smollm2.sh gsm8k FOLDER   train.jsonl and test.jsonl of GSM8K: supervised, then GRPO, 100 steps each
-# Numbers: results/smollm2.json has two runs of grpo and a reward model; the other recipes have not been run to their end.
+# Numbers: results/smollm2.json has three runs of grpo, one of distill and a reward model.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 [ "${VIRTUAL_ENV:-}" ] || PATH="$PWD/.venv/bin:$PATH" # the active environment, else that of scripts/setup.sh
