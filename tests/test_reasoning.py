@@ -8,8 +8,8 @@ import json
 import pytest
 
 from assets import tasks
+from extras.verifiers import ifeval, reasoning_gym
 from plumbing.data.prompts import prompt_and_answer
-from plumbing.rewards import verifiers as verifier
 
 # ---- reasoning_gym -------------------------------------------------------------------------------
 
@@ -26,16 +26,18 @@ def test_the_score_is_that_of_the_task():
     for task in ("leg_counting", "countdown"):
         row = tasks.reasoning_gym(task, "test", 3)[1]
         source = json.loads(json.dumps(row["reasoning_gym"]))  # as it reaches the worker
-        assert verifier.reasoning_gym(f"<answer>{row['answer']}</answer>", source) == 1
+        assert reasoning_gym.reasoning_gym(f"<answer>{row['answer']}</answer>", source) == 1
         assert (
-            verifier.reasoning_gym(
+            reasoning_gym.reasoning_gym(
                 f"<answer>{row['answer']}</answer><answer>I give up</answer>", source
             )
             < 0.5
         )
-        assert verifier.reasoning_gym(row["answer"], [*source[:3], 0]) < 1  # of another problem
+        assert (
+            reasoning_gym.reasoning_gym(row["answer"], [*source[:3], 0]) < 1
+        )  # of another problem
     for text, score in (("({})", 1), ("({}) + 0*1", 0.05)):  # the same value, with other numbers
-        assert verifier.reasoning_gym(text.format(row["answer"]), source) == score
+        assert reasoning_gym.reasoning_gym(text.format(row["answer"]), source) == score
 
 
 @gym
@@ -44,7 +46,9 @@ def test_an_answer_that_the_scorer_cannot_read_is_wrong(monkeypatch):
     score.
     """
     assert (
-        verifier.reasoning_gym("<answer>I do not know</answer>", ["prime_factorization", 3, 1, 0])
+        reasoning_gym.reasoning_gym(
+            "<answer>I do not know</answer>", ["prime_factorization", 3, 1, 0]
+        )
         == 0
     )
 
@@ -53,10 +57,10 @@ def test_an_answer_that_the_scorer_cannot_read_is_wrong(monkeypatch):
             raise ZeroDivisionError
 
     monkeypatch.setattr(
-        verifier, "reasoning_gym_dataset", lambda *source: Broken({0: {"answer": "1"}})
+        reasoning_gym, "reasoning_gym_dataset", lambda *source: Broken({0: {"answer": "1"}})
     )
     with pytest.raises(ZeroDivisionError):
-        verifier.reasoning_gym("1", ["any", 1, 1, 0])
+        reasoning_gym.reasoning_gym("1", ["any", 1, 1, 0])
 
 
 # ---- ifeval --------------------------------------------------------------------------------------
@@ -79,7 +83,7 @@ def test_forms_of_rows(form):
     """As open-instruct's ground_truth, which is Python's text of a list of one, and others that
     stand for the same.
     """
-    assert verifier.constraints_of(form(BOTH)) == EXPECTED
+    assert ifeval.constraints_of(form(BOTH)) == EXPECTED
 
 
 def test_rows_of_ifeval_itself():
@@ -90,7 +94,7 @@ def test_rows_of_ifeval_itself():
         "kwargs": [{}, BOTH["kwargs"][1]],
     }
     prompt, answer = prompt_and_answer("row", row, "prompt", None)
-    assert prompt == "p" and verifier.constraints_of(answer) == EXPECTED
+    assert prompt == "p" and ifeval.constraints_of(answer) == EXPECTED
 
 
 @pytest.mark.parametrize(
@@ -98,7 +102,7 @@ def test_rows_of_ifeval_itself():
 )
 def test_references_without_constraints_have_no_score(answer):
     with pytest.raises((ValueError, TypeError, KeyError, SyntaxError)):
-        verifier.constraints_of(answer)
+        ifeval.constraints_of(answer)
 
 
 def tulu(name: str, **arguments) -> str:
@@ -134,4 +138,4 @@ GERMAN = {"instruction_id": ["language:response_language"], "kwargs": [{"languag
 )
 def test_the_share_that_is_followed(answer, response, score):
     pytest.importorskip("if_verifiable")
-    assert verifier.ifeval(response, answer) == score
+    assert ifeval.ifeval(response, answer) == score

@@ -376,10 +376,14 @@ class Source:
         try:
             return await self.processes.ask(seconds, method, *arguments), ""
         except Late:
-            flag = "--timeout " if seconds == self.timeout else ""
-            return None, f"TimeoutError: no result within {flag}{seconds:g} s"
+            return None, self.late(seconds)
         except (Failed, Ended) as error:
             return None, str(error)[:1000]
+
+    def late(self, seconds: float) -> str:
+        """Return what is said of a call that took longer than so many seconds."""
+        flag = "--timeout " if seconds == self.timeout else ""
+        return f"TimeoutError: no result within {flag}{seconds:g} s"
 
 
 class VerifierSource(Source):
