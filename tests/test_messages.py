@@ -20,7 +20,7 @@ import grpo
 import reward_model
 from plumbing.data import cache, mixture
 from plumbing.data.prompts import Text, encode_texts, puts_space
-from plumbing.rewards.sources import check_reference
+from plumbing.rewards.sources import why_unscorable
 from utils import UserError
 
 SPEC = importlib.util.find_spec("trl")
@@ -62,7 +62,7 @@ def load(path, template: str, learn: bool, monkeypatch, **changes) -> list[dict]
         "train",
         tokenizer,
         types.SimpleNamespace(**{**args, **given, **changes}),
-        (lambda *_: "") if learn else check_reference,
+        (lambda *_: "") if learn else why_unscorable,
         None,
         stop_ids,
     )
@@ -90,7 +90,7 @@ def test_every_form_of_message_is_shown_or_refused(template, capsys):
         prompt_column="messages",
         tokenizer=tokenizer,
         stop_ids=stop_ids,
-        check_reference=lambda *_: "",
+        why_unscorable=lambda *_: "",
     )
     held = []
     for form, (row, to_learn) in TABLE["forms"].items():

@@ -25,7 +25,7 @@ SHORT.maxstring = 150
 def load_train_and_eval(
     args,
     tokenizer,
-    check_reference: Callable,
+    why_unscorable: Callable,
     conversations=None,
     stop_ids: list[int] | None = None,
 ) -> tuple:
@@ -33,10 +33,10 @@ def load_train_and_eval(
     `load_prompts` gives them.
 
     Args:
-        check_reference, conversations: see `load_prompts`. stop_ids: see there, for the prompts to
+        why_unscorable, conversations: see `load_prompts`. stop_ids: see there, for the prompts to
             train on.
     """
-    given = tokenizer, args, check_reference, conversations
+    given = tokenizer, args, why_unscorable, conversations
     train = mix(
         load_prompts("--dataset", args.dataset, "train", *given, stop_ids, False), args.seed
     )
@@ -87,7 +87,7 @@ def load_prompts(
     split: str,
     tokenizer,
     args,
-    check_reference: Callable,
+    why_unscorable: Callable,
     conversations=None,
     stop_ids: list[int] | None = None,
     held_out: bool | None = None,
@@ -101,8 +101,8 @@ def load_prompts(
     Args:
         flag, name, split: as in `plumbing.data.rows.read_parts`.
         args: --prompt_column, --answer_column, --max_prompt_length, --max_response_length and `flags`.
-        check_reference: returns why nothing can score a row, see
-            `plumbing.rewards.sources.check_reference`.
+        why_unscorable: returns why nothing can score a row, see
+            `plumbing.rewards.sources.why_unscorable`.
         conversations: extras.episodes.conversations.Conversations, with --tools or --environment.
         stop_ids: of rows to learn from, which no source scores; [] for their prompts alone.
         held_out: read the rows that --eval_share holds out, or the others; None for all.
@@ -127,7 +127,7 @@ def load_prompts(
             text_column=text_column,
             tokenizer=tokenizer,
             tools=conversations and conversations.schemas,
-            check_reference=check_reference,
+            why_unscorable=why_unscorable,
             stop_ids=stop_ids,
             held_out=held_out,
         )
@@ -170,7 +170,7 @@ def make_prompts(at: str, row: dict, given) -> list[dict]:
         Rows {"prompt": the text that the model sees, "query": the same to encode, "messages": the
         same as messages, None with --chat_template none, "answer": the reference or None, "target":
         it or, with `stop_ids`, the turn to learn, "target_from": its column, "sources": what
-        `named_sources` gives, "columns": the row as it was read, "problem": what `check_reference`
+        `named_sources` gives, "columns": the row as it was read, "problem": what `why_unscorable`
         gives; with `stop_ids` "response": the text to learn, if there is one}. One, or with
         `stop_ids` one of each turn of the assistant that `join_turns` does not join; none if it is
         not to be read, by `held_out`.
@@ -208,7 +208,7 @@ def make_prompts(at: str, row: dict, given) -> list[dict]:
             "sources": [] if learns else prompts.named_sources(at, row, given),
             "columns": row,
         }
-        encoded["problem"] = given.check_reference(at, encoded, given)
+        encoded["problem"] = given.why_unscorable(at, encoded, given)
         if given.stop_ids and turn:
             response = prompts.render_turn(
                 at, messages, query, turn, given.stop_ids, given.tokenizer, as_is, tools

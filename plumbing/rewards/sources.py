@@ -122,7 +122,7 @@ def is_scored_by(row: Row, name: str) -> bool:
     return named is None or name in named or name.rpartition("/")[0] in named
 
 
-def check_reference(where: str, row: Row, args) -> str:
+def why_unscorable(where: str, row: Row, args) -> str:
     """Return why a source of --reward that trains cannot score a row, whatever the response; "" if
     all of them can.
 

@@ -14,7 +14,7 @@ from plumbing.models import loading
 from plumbing.models.sharding import Sharding
 from plumbing.models.speed import Decoding
 from plumbing.models.tokenizer import check_can_read, check_same_tokens, load_tokenizer_and_stop_ids
-from plumbing.rewards.sources import RewardSources, check_reference
+from plumbing.rewards.sources import RewardSources, why_unscorable
 from plumbing.rollout import engines
 from plumbing.rollout.batch import Sampler
 from plumbing.rollout.rollouts import Rollouts
@@ -86,7 +86,7 @@ def set_up(
     conversations = load_conversations(args, tokenizer, stop_ids)
     ends = {"responses": stop_ids, "prompts": [], None: None}[learn]
     prompts, eval_prompts = load_train_and_eval(
-        args, tokenizer, check_reference, conversations, ends
+        args, tokenizer, why_unscorable, conversations, ends
     )
     ptx_rows = load_supervised(args, tokenizer, stop_ids) if getattr(args, "ptx_coef", 0) else ()
     if getattr(args, "value_model", ""):
@@ -156,7 +156,7 @@ def load_supervised(args: Any, tokenizer: Any, stop_ids: list[int]) -> Any:
         "train",
         tokenizer,
         given,
-        check_reference=lambda *_: "",  # no source scores these rows
+        why_unscorable=lambda *_: "",  # no source scores these rows
         stop_ids=stop_ids,
     )
     return mix(parts, args.seed)
