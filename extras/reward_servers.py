@@ -57,6 +57,8 @@ class ServerSource(Source):
                     raise ValueError(f"not {count} scores: {answer}")
                 # JSON's null, NaN and infinity are scores that are missing.
                 return list(map(finite_or_nan, scores))
+            except TimeoutError:
+                reason = self.late(self.timeout)
             except Exception as error:  # an address may answer anything
                 reason = f"{type(error).__name__}: {error}"[:300]
                 if isinstance(error, (ValueError, TypeError, LookupError)):

@@ -45,7 +45,7 @@ from extras.episodes.tool_processes import ToolProcess, ToolProcesses
 from plumbing.data import tasks
 from plumbing.data.prompts import load_train_and_eval
 from plumbing.models.tokenizer import load_tokenizer
-from plumbing.rewards.sources import RewardSources, Scoring, check_reference
+from plumbing.rewards.sources import RewardSources, Scoring, why_unscorable
 from plumbing.rewards.verifiers import gsm8k
 from plumbing.rollout.batch import Batch, Sample
 from plumbing.run.log import read_log
@@ -243,7 +243,7 @@ def loader(folder: str, rows: list[dict], args, *learned) -> Callable:
     args.model = random_model("10m", folder)
     tokenizer = load_tokenizer(args.model)
     tokenizer.chat_template = TABLE["template"]
-    return lambda: load_train_and_eval(args, tokenizer, check_reference, None, *learned)
+    return lambda: load_train_and_eval(args, tokenizer, why_unscorable, None, *learned)
 
 
 def token(count: int, folder: str) -> Callable:

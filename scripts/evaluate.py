@@ -63,7 +63,7 @@ from plumbing.models.forward import check_decodes
 from plumbing.models.speed import Decoding
 from plumbing.models.tokenizer import load_tokenizer_and_stop_ids
 from plumbing.rewards.answers import marked_number, stated_text
-from plumbing.rewards.sources import RewardSources, check_reference, final_turn
+from plumbing.rewards.sources import RewardSources, final_turn, why_unscorable
 from plumbing.rollout import engines
 from plumbing.rollout.batch import Batch, Sampler, unscored
 from plumbing.run import evaluation
@@ -111,7 +111,7 @@ class Args(
         "system_prompt chat_template chat_template_kwargs stop_token "
         "max_prompt_length min_response_length max_response_length"
     ).split()
-    # Not flags, but read by vLLM's engine and by `check_reference`.
+    # Not flags, but read by vLLM's engine and by `why_unscorable`.
     async_steps = 0
     vllm_tensor_parallel = 1
     reward_weights = ()
@@ -242,7 +242,7 @@ def main(args: Args) -> None:
         split,
         tokenizer,
         args,
-        check_reference,
+        why_unscorable,
         conversations,
         held_out=held_out,
     )

@@ -40,7 +40,7 @@ from plumbing.data import prompts as data
 from plumbing.data.rows import VERSION, first_rows, read_rows
 from plumbing.data.tasks import BUILT_IN
 from plumbing.models.tokenizer import load_tokenizer
-from plumbing.rewards.sources import check_reference
+from plumbing.rewards.sources import why_unscorable
 from plumbing.run.ranks import Interrupt, report_errors
 from plumbing.run.setup import load_supervised
 from utils import UserError, World
@@ -87,9 +87,7 @@ def tokenizers() -> dict:
 def prompts_of(name: str, tokenizer, split: str = "train", **changes) -> list[dict]:
     args = args_of(**changes)
     return list(
-        mixture.mix(
-            data.load_prompts("--dataset", name, split, tokenizer, args, check_reference), 1
-        )
+        mixture.mix(data.load_prompts("--dataset", name, split, tokenizer, args, why_unscorable), 1)
     )
 
 
@@ -457,7 +455,7 @@ def test_prompts_that_are_all_evaluated_on(tokenizers, tmp_path, capsys):
         tmp_path / "rows.jsonl", [{"prompt": str(i), "answer": "1"} for i in range(3)]
     )
     args = args_of(dataset=file, eval_dataset=file)
-    train, held_out = data.load_train_and_eval(args, tokenizers[False, None], check_reference)
+    train, held_out = data.load_train_and_eval(args, tokenizers[False, None], why_unscorable)
     assert list(train) == list(held_out) and len(train) == 3
     assert "every row is evaluated on" in capsys.readouterr().err
 
@@ -471,7 +469,7 @@ def test_a_share_is_held_out_by_its_prompts(tokenizers, tmp_path, capsys):
             dataset=helpers.write_rows(tmp_path / "rows.jsonl", rows), eval_prompts=0, **changes
         ),
         tokenizers[False, None],
-        check_reference,
+        why_unscorable,
     )
     parts = load_both(rows, eval_share=0.2)
     train, held_out = ({row["prompt"] for row in part} for part in parts)
@@ -490,7 +488,7 @@ def test_rows_come_from_the_cache(tokenizers, tmp_path, capsys, monkeypatch):
     """Until the file changes, by whatever number of processes; what is wrong is one line."""
     file = tmp_path / "rows.jsonl"
     read = lambda: data.load_prompts(
-        "--dataset", str(file), "train", tokenizers[False, None], args_of(), check_reference
+        "--dataset", str(file), "train", tokenizers[False, None], args_of(), why_unscorable
     )[0][0]
     rows = [{"prompt": f"{i}+1=", "answer": i, "other": [None, {"a": 1.5}]} for i in range(3)]
     helpers.write_rows(file, rows)
@@ -540,7 +538,7 @@ def test_what_the_cache_goes_by(tokenizers, tmp_path, monkeypatch):
     tokenizer = copy.deepcopy(CHAT)
 
     def fingerprint(**flags) -> str:
-        given = "train", tokenizer, args_of(**flags), check_reference
+        given = "train", tokenizer, args_of(**flags), why_unscorable
         return data.load_prompts("--dataset", file, *given)[0][0]._fingerprint
 
     seen = [fingerprint(), fingerprint(system_prompt="Add.")]
@@ -662,7 +660,7 @@ def test_a_folder_without_the_split(tokenizers, tmp_path, capsys):
     helpers.write_rows(tmp_path / "folder" / "train.jsonl", helpers.ROWS)
     name = str(tmp_path / "folder")
     assert columns_of(name) == helpers.ROWS
-    args = args_of(dataset=name), tokenizers[False, None], check_reference
+    args = args_of(dataset=name), tokenizers[False, None], why_unscorable
     line = refused(capsys, data.load_train_and_eval, *args, noisy=True)
     assert (
         line.startswith(f"error: --eval_dataset {name}: ")
@@ -758,7 +756,7 @@ def test_a_mixture_is_drawn_by_weight_and_passes_through_each_part(tmp_path, tok
     """It is one list, the same for the same seed."""
     path = write_mixture(tmp_path, {"a": (30, 2), "b": (500, 1), "c": (70, 5)})
     draw = lambda seed: data.load_train_and_eval(
-        args_of(dataset=path, eval_every=0, seed=seed), tokenizers[False, None], check_reference
+        args_of(dataset=path, eval_every=0, seed=seed), tokenizers[False, None], why_unscorable
     )[0]
     rows = draw(1)
     drawn = [row["prompt"] for row in rows]
@@ -778,12 +776,12 @@ def test_what_is_evaluated_on_is_not_trained_on(tmp_path, tokenizers, capsys):
     """Of a list, the first of each data set in proportion to its weight."""
     evaluated = write_mixture(tmp_path, {"a": (5, 3), "b": (50, 1)}, "evaluated.json")
     args = args_of(dataset=str(tmp_path / "b.jsonl"), eval_dataset=evaluated, eval_prompts=4)
-    train, held_out = data.load_train_and_eval(args, tokenizers[False, None], check_reference)
+    train, held_out = data.load_train_and_eval(args, tokenizers[False, None], why_unscorable)
     assert [row["prompt"] for row in held_out] == ["a0", "a1", "a2", "b0"]
     assert [row["prompt"] for row in train] == [f"b{i}" for i in range(1, 50)]
     assert "left out 1 of 50 rows, whose prompts are evaluated on" in capsys.readouterr().err
     parts = data.load_prompts(
-        "--dataset", evaluated, "train", tokenizers[False, None], args, check_reference
+        "--dataset", evaluated, "train", tokenizers[False, None], args, why_unscorable
     )
     assert len(mixture.first_prompts(parts, 0)) == 55
     assert [row["prompt"] for row in mixture.first_prompts(parts[1:], 2)] == ["b0", "b1"]
@@ -794,7 +792,7 @@ def test_entries_may_name_their_split(tmp_path, tokenizers, monkeypatch):
     entries = [{"prob": 1, "filepath": "arithmetic"}, {"prob": 1, "filepath": "arithmetic@test"}]
     path = helpers.write_rows(tmp_path / "mix.json", [entries])
     parts = data.load_prompts(
-        "--dataset", path, "train", tokenizers[False, None], args_of(), check_reference
+        "--dataset", path, "train", tokenizers[False, None], args_of(), why_unscorable
     )
     assert {part[0]["dataset"]: len(part) for part, _ in parts} == {
         "arithmetic": 20,

@@ -23,7 +23,7 @@ from plumbing.data.formats import Columns
 from plumbing.data.mixture import mix
 from plumbing.data.pairs import make_pair
 from plumbing.data.rendering import Rendering
-from plumbing.rewards.sources import check_reference
+from plumbing.rewards.sources import why_unscorable
 from utils import UserError
 
 SPEC = importlib.util.find_spec("trl")
@@ -64,7 +64,7 @@ def load(path, template: str, learn: bool, monkeypatch, **changes) -> list[dict]
         "train",
         tokenizer,
         types.SimpleNamespace(**{**args, **given, **changes}),
-        (lambda *_: "") if learn else check_reference,
+        (lambda *_: "") if learn else why_unscorable,
         None,
         "conversations" if learn else "",
         [tokenizer.eos_token_id],
@@ -92,7 +92,7 @@ def test_every_form_of_message_is_shown_or_refused(template, capsys):
         learn="conversations",
         span=(0, 1),
         sources=None,
-        check_reference=lambda *_: "",
+        why_unscorable=lambda *_: "",
     )
     held = []
     for form, (row, to_learn) in TABLE["forms"].items():

@@ -32,10 +32,10 @@ from plumbing.rewards import verifiers
 from plumbing.rewards.sources import (
     RewardSources,
     Scoring,
-    check_reference,
     final_turn,
     finite_or_nan,
     is_scored_by,
+    why_unscorable,
 )
 from plumbing.rollout.batch import Batch, Sample, unscored
 from plumbing.run.metrics import batch_metrics, correct_responses, sample_rows
@@ -474,10 +474,10 @@ def test_an_answer_is_needed_where_a_source_reads_it(capsys):
     """Also where its weight is 0."""
     args = types.SimpleNamespace(reward=("format", "exact", "gsm8k"), reward_weights=(1, 0, 1))
     for without in (row(None), row(" ", ["exact"])):
-        said = refused(capsys, check_reference, "row 1", without, args)
+        said = refused(capsys, why_unscorable, "row 1", without, args)
         assert said.startswith("error: row 1: has no answer, which --reward exact needs")
-    assert check_reference("", row(None, ["format"]), args) == ""
-    assert check_reference("", row("1"), args) == ""
+    assert why_unscorable("", row(None, ["format"]), args) == ""
+    assert why_unscorable("", row("1"), args) == ""
 
 
 def test_only_the_named_sources_count(make):

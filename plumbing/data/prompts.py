@@ -35,7 +35,7 @@ SHORT.maxstring = 150
 def load_train_and_eval(
     args,
     tokenizer,
-    check_reference: Callable,
+    why_unscorable: Callable,
     conversations=None,
     learn: Learn = "",
     stop_ids: Sequence[int] = (),
@@ -44,10 +44,10 @@ def load_train_and_eval(
     `load_prompts` gives them.
 
     Args:
-        check_reference, conversations: see `load_prompts`. learn, stop_ids: see there, for the
+        why_unscorable, conversations: see `load_prompts`. learn, stop_ids: see there, for the
             prompts to train on.
     """
-    given = tokenizer, args, check_reference, conversations
+    given = tokenizer, args, why_unscorable, conversations
     parts = load_prompts("--dataset", args.dataset, "train", *given, learn, stop_ids, False)
     train = mix(parts, args.seed)
     where = f"--dataset {args.dataset}"
@@ -97,7 +97,7 @@ def load_prompts(
     split: str,
     tokenizer,
     args,
-    check_reference: Callable,
+    why_unscorable: Callable,
     conversations=None,
     learn: Learn = "",
     stop_ids: Sequence[int] = (),
@@ -112,8 +112,8 @@ def load_prompts(
     Args:
         flag, name, split: as in `plumbing.data.rows.read_parts`.
         args: --prompt_column, --answer_column, --max_prompt_length, --max_response_length and so on.
-        check_reference: returns why nothing can score a row, see
-            `plumbing.rewards.sources.check_reference`.
+        why_unscorable: returns why nothing can score a row, see
+            `plumbing.rewards.sources.why_unscorable`.
         conversations: extras.episodes.conversations.Conversations, with --tools or --environment.
         learn: see `Learn`. stop_ids: which end a turn that is learned.
         held_out: read the rows that --eval_share holds out, or the others; None for all.
@@ -151,7 +151,7 @@ def load_prompts(
             sources=SimpleNamespace(
                 reward=args.reward, reward_weights=getattr(args, "reward_weights", ())
             ),
-            check_reference=check_reference,
+            why_unscorable=why_unscorable,
         )
         rows = encode_rows(flag, part, raw, make, tokenizer, stop_ids)
         if not len(rows):
@@ -207,7 +207,7 @@ def make_prompts(
     learn: Learn,
     span: tuple[float, float],
     sources,
-    check_reference: Callable,
+    why_unscorable: Callable,
 ) -> list[dict]:
     """Return what a run needs of a row of a data set, for `encode_rows`.
 
@@ -218,7 +218,7 @@ def make_prompts(
         Rows {"prompt": the text that the model sees, "query": [the same to encode], "messages": the
         same as messages, None with --chat_template none, "answer": the reference or None, "target":
         it or the turn to learn, "target_from": its column, "sources": what `named_sources` gives,
-        "columns": the row as it was read, "problem": what `check_reference` gives, "response": [the
+        "columns": the row as it was read, "problem": what `why_unscorable` gives, "response": [the
         text to learn], if there is one}. One, or as `learn` says; none if the row is not read.
     """
     prompt = read_prompt(at, row, columns.prompt)
@@ -250,7 +250,7 @@ def make_prompts(
             "sources": [] if learn else named_sources(at, row, sources.reward),
             "columns": row,
         }
-        encoded["problem"] = check_reference(at, encoded, sources)
+        encoded["problem"] = why_unscorable(at, encoded, sources)
         if learned and learn != "prompts":
             text = rendering.turn(at, before, query, turns[i].as_dict(), tools)
             encoded |= {"target": text.shown.removesuffix(stop), "response": [text]}

@@ -122,7 +122,7 @@ def is_scored_by(row: Row, name: str) -> bool:
     return named is None or name in named or name.rpartition("/")[0] in named
 
 
-def check_reference(where: str, row: Row, args) -> str:
+def why_unscorable(where: str, row: Row, args) -> str:
     """Return why a source of --reward that trains cannot score a row, whatever the response; "" if
     all of them can.
 
@@ -376,10 +376,14 @@ class Source:
         try:
             return await self.processes.ask(seconds, method, *arguments), ""
         except Late:
-            flag = "--timeout " if seconds == self.timeout else ""
-            return None, f"TimeoutError: no result within {flag}{seconds:g} s"
+            return None, self.late(seconds)
         except (Failed, Ended) as error:
             return None, str(error)[:1000]
+
+    def late(self, seconds: float) -> str:
+        """Return what is said of a call that took longer than so many seconds."""
+        flag = "--timeout " if seconds == self.timeout else ""
+        return f"TimeoutError: no result within {flag}{seconds:g} s"
 
 
 class VerifierSource(Source):

@@ -16,7 +16,7 @@ from plumbing.models import loading
 from plumbing.models.sharding import Sharding
 from plumbing.models.speed import Decoding
 from plumbing.models.tokenizer import check_can_read, check_same_tokens, load_tokenizer_and_stop_ids
-from plumbing.rewards.sources import RewardSources, check_reference
+from plumbing.rewards.sources import RewardSources, why_unscorable
 from plumbing.rollout import engines
 from plumbing.rollout.batch import Sampler
 from plumbing.rollout.rollouts import Rollouts
@@ -87,7 +87,7 @@ def set_up(
     tokenizer, stop_ids = load_tokenizer_and_stop_ids(args)
     conversations = load_conversations(args, tokenizer, stop_ids)
     prompts, eval_prompts = load_train_and_eval(
-        args, tokenizer, check_reference, conversations, learn, stop_ids
+        args, tokenizer, why_unscorable, conversations, learn, stop_ids
     )
     ptx_rows = load_supervised(args, tokenizer, stop_ids) if getattr(args, "ptx_coef", 0) else ()
     if getattr(args, "value_model", ""):
@@ -157,7 +157,7 @@ def load_supervised(args: Any, tokenizer: Any, stop_ids: list[int]) -> Any:
         "train",
         tokenizer,
         given,
-        check_reference=lambda *_: "",  # no source scores these rows
+        why_unscorable=lambda *_: "",  # no source scores these rows
         learn="conversations",
         stop_ids=stop_ids,
     )
