@@ -19,7 +19,7 @@ SCRIPTS = {
     "rloo": 5_800,
     "ppo": 7_700,
     "distill": 3_800,
-    "reward_model": 2_900,
+    "reward_model": 1_900,
     "utils": 3_300,
 }
 NOT_COUNTED = (
@@ -88,15 +88,15 @@ def table() -> dict[str, tuple[int, int]]:
     plumbing = [path for path in ROOT.glob("plumbing/**/*.py") if path.read_text()]
     everything = ("*.py", "plumbing/**/*.py", "extras/**/*.py", "scripts/**/*.py", "assets/**/*.py")
     rows = {
-        "Python outside tests, tokens": (tokens(*everything), 93_500),
-        "plumbing/, tokens": (tokens("plumbing/**/*.py"), 53_500),
-        "extras/, tokens": (tokens("extras/**/*.py"), 20_000),
+        "Python outside tests, tokens": (tokens(*everything), 97_300),
+        "plumbing/, tokens": (tokens("plumbing/**/*.py"), 41_000),
+        "extras/, tokens": (tokens("extras/**/*.py"), 18_200),
         "plumbing/, files": (len(plumbing), 40),
         "plumbing/, files outside of its folders": (
             sum(path.parent.name == "plumbing" for path in plumbing),
             3,
         ),
-        "tests/, tokens": (tokens("tests/**/*.py"), 144_500),
+        "tests/, tokens": (tokens("tests/**/*.py"), 145_000),
         "web files of the report, lines": (
             lines(*(f"assets/report/*.{end}" for end in ("js", "css", "html"))),
             500,
@@ -104,7 +104,7 @@ def table() -> dict[str, tuple[int, int]]:
         "docs/, words": (words("docs/*.md"), 14_000),
         "README.md, lines": (lines("README.md"), 150),
         "flags of grpo.py": (len(dataclasses.fields(Args)), 90),
-        "our modules that import grpo loads": (len(modules()[0]), 31),
+        "our modules that import grpo loads": (len(modules()[0]), 37),
         "files of one step": (len(files_of_a_step()), 10),
     }
     for name, limit in SCRIPTS.items():
