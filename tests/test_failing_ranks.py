@@ -68,7 +68,8 @@ def score(prompts, responses, **columns):
     marker = os.environ["MARKER"]
     if os.environ["RANK"] == "1" and os.path.exists(marker):  # once
         os.remove(marker)
-        os.kill(os.getppid(), signal.SIGKILL)
+        with open(f"/proc/{os.getppid()}/stat") as server:  # of which the trainer is the parent
+            os.kill(int(server.read().rpartition(")")[2].split()[1]), signal.SIGKILL)
     return [float(len(response) % 3) for response in responses]
 """
 
