@@ -15,7 +15,7 @@ from pathlib import Path
 import helpers  # noqa: F401
 import pytest
 
-from extras.verifiers import math_verifier
+from extras.verifiers import math_verifier, reasoning_gym
 from plumbing.rewards import answers, verifiers
 
 # in scripts/, which helpers has put on the path
@@ -106,7 +106,7 @@ def test_each_verifier_reads_the_same_place(name, monkeypatch):
             return float(answer == entry["answer"])
 
     monkeypatch.setattr(
-        verifiers, "reasoning_gym_dataset", lambda *source: Task({0: {"answer": "42"}})
+        reasoning_gym, "reasoning_gym_dataset", lambda *source: Task({0: {"answer": "42"}})
     )
     check = verifiers.verifier(name).check
     (reference, right, wrong) = SOURCES[name]
