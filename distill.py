@@ -224,7 +224,8 @@ class LanguageModel(nn.Module):
         """Return the hidden states (tokens, H) that predict the response tokens: those of the
         positions before.
         """
-        return last_hidden_states(self.model, input_ids, response_mask.roll(-1, 1))
+        rows, positions = response_mask.nonzero(as_tuple=True)
+        return last_hidden_states(self.model, input_ids)[rows, positions - 1]
 
     def logprobs(self, hidden: Tensor) -> Tensor:
         """Return the log-probabilities of all next tokens: (..., H) -> (..., V)."""

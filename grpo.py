@@ -495,9 +495,11 @@ class Policy(nn.Module):
             "entropies", which have no gradient, and raise where a loss uses them, unless
             `trains_entropy` is set.
         """
-        predicting = response_mask.roll(-1, 1)  # a token is predicted at the position before
-        hidden = last_hidden_states(self.model, input_ids, predicting)  # (tokens, H)
-        labels = input_ids[response_mask]  # (tokens,)
+        # This waits for a GPU, so it comes before the forward pass.
+        rows, positions = response_mask.nonzero(as_tuple=True)  # (tokens,)
+        labels = input_ids[rows, positions]
+        # A token is predicted at the position before.
+        hidden = last_hidden_states(self.model, input_ids)[rows, positions - 1]  # (tokens, H)
         statistics = self.statistics
         # In the backward pass logits are computed anew, unless a single chunk holds them all.
         if self.recompute_logits and len(labels) > CHUNK_TOKENS:

@@ -26,11 +26,9 @@ LOGIT_FACTORS = {
 }
 
 
-def last_hidden_states(model: PreTrainedModel, input_ids: Tensor, mask: Tensor) -> Tensor:
-    """Return the last hidden states (tokens, H) of (N, L) token ids where the mask (N, L) is set,
-    row by row.
-    """
-    return body(model)(input_ids=input_ids, use_cache=False).last_hidden_state[mask]
+def last_hidden_states(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
+    """Return the last hidden states of token ids: (N, L) -> (N, L, H)."""
+    return body(model)(input_ids=input_ids, use_cache=False).last_hidden_state
 
 
 def body(model: PreTrainedModel) -> nn.Module:
@@ -133,8 +131,8 @@ def check_head(flag: str, model: PreTrainedModel) -> None:
     count = min(32, model.config.get_text_config().vocab_size)
     ids = torch.arange(count, device=model.device)[None]
     with torch.enable_grad():
-        trained = head_logits(model, last_hidden_states(model, ids, ids >= 0))
-    sampled = model(input_ids=ids, use_cache=False).logits[0].to(trained.dtype)
+        trained = head_logits(model, last_hidden_states(model, ids))
+    sampled = model(input_ids=ids, use_cache=False).logits.to(trained.dtype)
     # A logit of -inf masks a token. NaN stays in, as it is not equal to -inf.
     largest = sampled[sampled != -math.inf].abs().max().item()
     if not math.isfinite(largest):

@@ -144,7 +144,7 @@ class ScalarModel(nn.Module):
             input_ids: (N, L), padded on the right, where causal attention does not reach.
             mask: (N, L) bool, made from lengths and not from token ids.
         """
-        hidden = last_hidden_states(self.model, input_ids, mask)
+        hidden = last_hidden_states(self.model, input_ids)[mask]
         weight = self.model.score.weight
         dtype = torch.promote_types(weight.dtype, torch.float32)
         # The 8 bits of bfloat16 are too few for a score.
