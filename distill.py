@@ -22,8 +22,9 @@ Deliberate choices:
    their own.
 4. The gradient is that of the global batch: sums are divided by counts over all ranks and
    micro-batches.
-5. Messages that end with the assistant are one row, of which its turns train; a row for each of its
-   turns where the student may answer, or the chat template changes earlier turns.
+5. Messages that end with the assistant are one row, and all assistant turns in it train. They are
+   one row per assistant turn if the student may answer (--on_policy_share above 0), or if the chat
+   template changes earlier turns.
 6. Nothing trains on --reward: it scores held-out responses.
 7. The student samples by the decode loop of grpo.py (`generate`).
 
@@ -245,7 +246,7 @@ class Policy(LanguageModel):
         input_ids: Tensor,
         response_mask: Tensor,
         rollout_logprobs: Tensor | None = None,
-        teacher: Callable | None = None,
+        teach: Callable | None = None,
     ) -> dict[str, Tensor]:
         """Return losses and statistics of the response tokens. The backward pass of the head runs
         here, too.
@@ -256,11 +257,11 @@ class Policy(LanguageModel):
             response_mask: (N, L) bool, set on response tokens.
             rollout_logprobs: (tokens,), which --estimator sampled reads; None in the first pass,
                 with which FSDP sets itself up.
-            teacher: what the Teacher's forward returned; None for no teacher.
+            teach: what Teacher.forward returned, a function; None for no teacher.
         Returns:
             Outputs (tokens,), the set entries of the mask row by row, float32 or better, as
-            `statistics` has them. "losses" has a gradient, which is right if all tokens have the
-            same weight; the others raise in a loss.
+            `statistics` has them. "losses" has a gradient, which is right only if the loss gives
+            all tokens the same weight; a loss that uses the others raises.
         """
         hidden = self.hidden_states(input_ids, response_mask)  # (tokens, H)
         labels = input_ids[response_mask]  # (tokens,)
@@ -278,7 +279,7 @@ class Policy(LanguageModel):
             0, max(1, len(labels)), CHUNK_TOKENS
         ):  # one chunk if there are no tokens
             part = slice(start, start + CHUNK_TOKENS)
-            teacher_logprobs = None if teacher is None else teacher(part)
+            teacher_logprobs = None if teach is None else teach(part)
             with torch.enable_grad():  # FSDP's first pass is without gradient
                 chunk = hidden[part].detach().requires_grad_()
                 outputs = self.statistics(
@@ -293,8 +294,9 @@ class Policy(LanguageModel):
             chunks.append({name: x.detach() for name, x in outputs.items()})
         outputs = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
         losses = outputs.pop("losses")
-        # The gradients are known. This function, linear in hidden states and weights, has the same
-        # gradients, and DDP or FSDP see them in the backward pass.
+        # The gradients of the summed losses are known. `linear` is a function of hidden states and
+        # weights with exactly these gradients, so the backward pass through DDP or FSDP gives them.
+        # The head's gradient belongs to no single token: each token carries an equal part of it.
         linear = (hidden * torch.cat(hidden_gradients)).sum(-1)  # (tokens,)
         for weight, gradient in zip(weights, head_gradients):
             linear = linear + (weight * gradient).sum() / max(1, len(labels))
@@ -356,7 +358,7 @@ class Teacher(LanguageModel):
 # --------------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()  # in inference mode, autocast would cast all weights anew at every token
+@torch.no_grad()  # not inference mode: there autocast casts all weights anew at every token
 def generate(
     model: PreTrainedModel,
     queries: list[list[int]],
@@ -367,8 +369,8 @@ def generate(
     lengths: list[int] | None = None,
     stop_strings: Callable | None = None,
 ) -> Iterator[tuple[int, list[int], dict[str, list[float]]]]:
-    """Sample one response per query: a pass over the left-padded prompts, equal ones once, then one
-    token at a time over the cache.
+    """Sample one response per query: one forward pass over the different prompts, left-padded, then
+    one token at a time with the KV cache.
 
     A token is drawn by inverting its distribution function at a uniform number given in advance.
     Whenever a quarter of the rows have ended, they are dropped: the long tail of responses runs in
@@ -393,7 +395,7 @@ def generate(
     length = max(lengths)
     ends = torch.tensor(lengths, device=device)  # (N,), where each response ends at the latest
     # Pad with the first token of the prompt: a repetition penalty also reads padding.
-    padded = [(*prompt[:1] * (width - len(prompt)), *prompt) for prompt in prompts]
+    padded = [prompt[:1] * (width - len(prompt)) + prompt for prompt in prompts]
     input_ids = torch.tensor(padded, device=device)  # (P, width); later (n, 1)
     masks = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
     attention = torch.tensor(masks, device=device)  # (P, width); later (n, tokens so far)
@@ -426,7 +428,7 @@ def generate(
         token_logprobs = logits.log_softmax(-1)
         if uniforms is None:
             tokens = token_logprobs.argmax(-1, keepdim=True)  # (n, 1)
-        else:  # NaN logits give any token; `Sampler.rollout` raises an error behind the last row
+        else:  # NaN logits give any token; `Sampler.rollout` raises an error at its end
             tokens = invert_distribution(token_logprobs.exp(), uniforms[running, t, None])
         sequences[running, width + t] = tokens[:, 0]
         outputs["rollout_logprobs"][running, t] = token_logprobs.gather(1, tokens)[:, 0]
@@ -522,7 +524,7 @@ def main(args: Args) -> None:
     total_steps = count_steps(args.passes, parts.prompts, size)
     updates_per_step = utils.count_updates(size, args.mini_batch_size, args.num_epochs)
     optimizer = utils.Optimizer(parts.policy, args, total_steps, updates_per_step)
-    rollouts = parts.start(collect, total_steps, {"": optimizer})
+    rollouts = parts.start(collect, total_steps, {"": optimizer})  # "": the policy
 
     for step in run.steps():
         # ---- 1. rollout ----
@@ -533,28 +535,26 @@ def main(args: Args) -> None:
         # ---- 2. update: epochs, mini-batches (an optimizer step each), micro-batches ----
         run.phase("training")
         sums = utils.Sums(world)
-        trained = [
+        trainable = [
             i for i, x in enumerate(batch.samples) if not (x.conversation and x.conversation.error)
         ]
         updates = utils.mini_batches(
-            trained, args.mini_batch_size, args.num_epochs, (args.seed, step)
+            trainable, args.mini_batch_size, args.num_epochs, (args.seed, step)
         )
         optimizer.begin_step(step, len(updates))  # fewer where responses were left out
         for number, (_, mini) in enumerate(updates):
             token_count = mask[mini].sum().item()
             for inputs, micro, last in batch.micro_batches(mini, args.micro_batch_tokens, world):
                 m = micro["response_mask"]  # (n, T), as all of micro and out
-                teacher_logprobs = None
+                teach = None  # a function: slice of the response tokens -> log-probs (n, V)
                 set_gradient_sync(wrapped, last)
                 if teacher is not None:
                     with torch.no_grad():
-                        teacher_logprobs = teacher(*inputs)
+                        teach = teacher(*inputs)
                     # The student's forward uses its head, chunk by chunk.
                     if isinstance(teacher, FSDPModule):
                         teacher.unshard()
-                out = forward_tokens(
-                    wrapped, (*inputs, micro["rollout_logprobs"][m], teacher_logprobs), m
-                )
+                out = forward_tokens(wrapped, (*inputs, micro["rollout_logprobs"][m], teach), m)
                 loss = masked_sum(out["losses"], m) / token_count
                 optimizer.backward(loss)
                 sums.add(loss=loss)

@@ -174,10 +174,10 @@ class Args(
     """Steps between refreshes of the reference from the policy (TR-DPO, arXiv:2404.09656); 0 for
     never."""
     rollout_correction: Literal["none", "truncate", "mask", "sequence_mask"] | None = None
-    """Weight the policy loss by rho = policy at the start of the step / policy that sampled:
-    truncate rho of a token to --rollout_correction_cap, drop tokens outside of [1 / cap, cap], or
-    use the response's and drop it above cap. Default: truncate where vLLM samples without
-    --async_steps, else none."""
+    """Multiply the policy loss by rho = probability at the start of the step / when it was sampled.
+    truncate: rho of a token, at most --rollout_correction_cap; mask: rho of a token, 0 outside of
+    [1 / cap, cap]; sequence_mask: rho of the whole response, 0 above cap. Default: truncate where
+    vLLM samples without --async_steps, else none."""
     rollout_correction_cap: Factor = 2.0
     """Largest rho of --rollout_correction; 2 for tokens, 3 for sequences are usual."""
 
@@ -268,11 +268,13 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
     """Estimate KL(policy || reference) per token from the sampled tokens' log-probabilities, any
     shape.
 
-    d = logprobs - ref_logprobs; k1 = d, abs = |d|, k2 = d^2 / 2, k3 = exp(-d) + d - 1 with d
-    clamped at -20, for the exponent. (verl and OpenRLHF clamp the value of k3, too: at 10 its
-    gradient is 0 for d < -2.6, where the policy has run away furthest.) As a loss, on policy, k1
-    has a gradient of mean zero, k2 the gradient of the reverse KL, and k3, which DeepSeekMath has,
-    that of the forward KL.
+    With d = logprobs - ref_logprobs, and the mean gradient as a loss, on policy:
+        k1 = d                   zero
+        abs = |d|
+        k2 = d^2 / 2             that of the reverse KL
+        k3 = exp(-d) + d - 1     that of the forward KL (used by DeepSeekMath)
+    k3 clamps d at -20, so that exp stays finite. verl and OpenRLHF also clamp the value of k3 at
+    10: its gradient is then 0 for d < -2.6, where the policy has moved furthest away.
     Source: J. Schulman, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html.
     """
     d = logprobs - ref_logprobs
@@ -376,13 +378,14 @@ def policy_loss(
 
 
 def old_policy(args: Args, correction: str, updates_per_step: int) -> str:
-    """Return which policy is pi_old, to which the ratio is.
+    """Return which policy is pi_old, the denominator of the ratio.
 
-    "sampler": the one that sampled, which is older with --async_steps, if no --rollout_correction
-        weighs the difference.
-    "start": the one at the start of the step. Its log-probabilities are computed before the updates.
-    "current": the same one, where a step has a single update: its forward pass gives them, and the
-        ratio is exactly 1.
+    "sampler": the policy that sampled the tokens. Used with --async_steps, where it is older than
+        the start of the step, unless --rollout_correction accounts for the difference.
+    "start": the policy at the start of the step. An extra forward pass before the first update
+        computes its log-probabilities.
+    "current": the same policy without that pass. With one update per step, the forward pass of
+        training gives its log-probabilities, and the ratio is exactly 1.
     """
     if args.async_steps and correction == "none":
         return "sampler"
@@ -411,7 +414,9 @@ def correction_weights(
         return torch.ones_like(rho)
     if kind == "truncate":
         return rho.clamp(max=cap)
-    dropped = rho > cap if kind == "sequence_mask" else (rho > cap) | (rho < 1 / cap)
+    dropped = rho > cap
+    if kind == "mask":
+        dropped = dropped | (rho < 1 / cap)
     return rho.masked_fill(dropped, 0.0)
 
 
@@ -446,7 +451,8 @@ def loss_reduction(
     """
     tokens = mask[mini].sum().item()
     if how == "step_token":
-        # Tokens per update, on average: then the mean of the updates' losses is that of all tokens.
+        # The mean number of tokens per update: the updates' losses then average to the mean over
+        # all tokens of the step.
         tokens = sum(mask[rows].sum().item() for _, rows in updates) / len(updates)
     return functools.partial(
         aggregate, how=how, tokens=tokens, sequences=len(mini), max_length=max_length
@@ -531,7 +537,7 @@ class Policy(nn.Module):
 # --------------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()  # in inference mode, autocast would cast all weights anew at every token
+@torch.no_grad()  # not inference mode: there autocast casts all weights anew at every token
 def generate(
     model: PreTrainedModel,
     queries: list[list[int]],
@@ -542,8 +548,8 @@ def generate(
     lengths: list[int] | None = None,
     stop_strings: Callable | None = None,
 ) -> Iterator[tuple[int, list[int], dict[str, list[float]]]]:
-    """Sample one response per query: a pass over the left-padded prompts, equal ones once, then one
-    token at a time over the cache.
+    """Sample one response per query: one forward pass over the different prompts, left-padded, then
+    one token at a time with the KV cache.
 
     A token is drawn by inverting its distribution function at a uniform number given in advance.
     Whenever a quarter of the rows have ended, they are dropped: the long tail of responses runs in
@@ -568,7 +574,7 @@ def generate(
     length = max(lengths)
     ends = torch.tensor(lengths, device=device)  # (N,), where each response ends at the latest
     # Pad with the first token of the prompt: a repetition penalty also reads padding.
-    padded = [(*prompt[:1] * (width - len(prompt)), *prompt) for prompt in prompts]
+    padded = [prompt[:1] * (width - len(prompt)) + prompt for prompt in prompts]
     input_ids = torch.tensor(padded, device=device)  # (P, width); later (n, 1)
     masks = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
     attention = torch.tensor(masks, device=device)  # (P, width); later (n, tokens so far)
@@ -601,7 +607,7 @@ def generate(
         token_logprobs = logits.log_softmax(-1)
         if uniforms is None:
             tokens = token_logprobs.argmax(-1, keepdim=True)  # (n, 1)
-        else:  # NaN logits give any token; `Sampler.rollout` raises an error behind the last row
+        else:  # NaN logits give any token; `Sampler.rollout` raises an error at its end
             tokens = invert_distribution(token_logprobs.exp(), uniforms[running, t, None])
         sequences[running, width + t] = tokens[:, 0]
         outputs["rollout_logprobs"][running, t] = token_logprobs.gather(1, tokens)[:, 0]
@@ -638,8 +644,8 @@ def generate(
 
 
 def weighted_sum(components: dict[str, Tensor], args: Args) -> Tensor:
-    """Return the weighted sum of the reward components: {source: (N,)} -> (N,); NaN where one with
-    a weight is NaN.
+    """Return the weighted sum of the reward components: {source: (N,)} -> (N,); NaN if one with a
+    weight other than 0 is NaN.
     """
     weighted = [
         weight * components[name]
@@ -654,8 +660,8 @@ def final_scores(scores: Tensor, lengths: Tensor, stopped: Tensor, args: Args) -
     counts in a baseline or mean.
 
     Args:
-        scores: (N,), as `weighted_sum` gives them. lengths: (N,), tokens, those that tools and
-            environments write included. stopped: (N,) bool.
+        scores: (N,), as `weighted_sum` gives them. lengths: (N,), in tokens, including those that
+            tools and environments wrote. stopped: (N,) bool.
     """
     if args.non_stop_penalty:
         value = args.penalty_reward_value
@@ -788,7 +794,7 @@ def main(args: Args) -> None:
     estimate_kl = functools.partial(kl_estimate, estimator=args.kl_estimator)
     pi_old = old_policy(args, sampler.correction, updates_per_step)
     needs_start_logprobs = pi_old == "start" or kl_in == "reward"
-    rollouts = parts.start(collect, total_steps, {"": optimizer})
+    rollouts = parts.start(collect, total_steps, {"": optimizer})  # "": the policy
     adaptive_kl = AdaptiveKL(args, run.state)
 
     for step in run.steps():
@@ -798,7 +804,7 @@ def main(args: Args) -> None:
         batch = experience.batch  # `experience.sampled` without what --filter_groups drops
         mask = batch.response_mask  # (N, T)
         scores = batch.scores  # (N,)
-        trained = scores.isfinite().nonzero()[:, 0].tolist()  # the responses with a score
+        trainable = scores.isfinite().nonzero()[:, 0].tolist()  # the responses with a score
         kl_coef = adaptive_kl.coef
 
         # ---- 2. log-probs: of the reference, and of the policy at the start of the step ----
@@ -830,7 +836,7 @@ def main(args: Args) -> None:
         run.phase("training")
         sums = utils.Sums(world)  # for the log; add(m, ...) sums where m is set
         updates = utils.mini_batches(
-            trained, args.mini_batch_size, args.num_epochs, (args.seed, step)
+            trainable, args.mini_batch_size, args.num_epochs, (args.seed, step)
         )
         optimizer.begin_step(step, len(updates))  # fewer where responses were left out
         for number, (epoch, mini) in enumerate(updates):
@@ -842,7 +848,8 @@ def main(args: Args) -> None:
                 set_gradient_sync(wrapped, last)
                 out = forward_tokens(wrapped, inputs, m)
                 logprobs = out["logprobs"]
-                # Where they were not computed, no update has come before, or only the log reads them.
+                # Where they are missing, pi_old is "current" (no update yet, so `logprobs` are the
+                # same) or "sampler" (then only the log reads start_logprobs).
                 start_logprobs = micro.get("start_logprobs", logprobs.detach())
                 by_sampler = micro["rollout_logprobs"]
                 old_logprobs = by_sampler if pi_old == "sampler" else start_logprobs
@@ -872,8 +879,8 @@ def main(args: Args) -> None:
                 sums.add(policy_loss=policy_term / len(updates), loss=loss / len(updates))
                 sums.add(m, tokens=m, entropy=out["entropies"], clipped=clipped, weights=weights)
                 sums.add(m, approxkl=(logprobs - old_logprobs).square() / 2)
-                if epoch == 0:  # each response once: surprisal, KL, and trainer against sampler
-                    # Whether `start_logprobs` are of weights that this step has changed already.
+                if epoch == 0:  # logged once per response: surprisal, KL, trainer - sampler
+                    # Then `start_logprobs` are of weights that this step has already updated.
                     updated = number > 0 and not needs_start_logprobs
                     add_rollout(sums, micro, start_logprobs, estimate_kl, updated)
             optimizer.step()
@@ -896,8 +903,8 @@ def main(args: Args) -> None:
             **optimizer.metrics(),
             **sampler.metrics(),
         }
-        # Of means over tokens, where objective/kl has sums.
-        adaptive_kl.update(total["mean_kl"] / total["responses"], len(trained))
+        # --kl_target is a mean over tokens; objective/kl is a sum over them.
+        adaptive_kl.update(total["mean_kl"] / total["responses"], len(trainable))
         samples = sample_rows(batch, args.log_samples)
         run.finish_step(
             metrics,

@@ -292,9 +292,10 @@ class Optimizer:
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of this rank's share of a loss, times `loss_scale`.
 
-        The loss is the sum of the shares, and DDP and FSDP average gradients over the ranks. That
-        of a loss that is not finite becomes NaN, so that `step` skips it: a NaN that torch.clamp
-        has passed on has a gradient of 0.
+        The loss is the sum of the ranks' shares, but DDP and FSDP average gradients over the ranks:
+        so the share is multiplied by their number. If the loss is not finite, the gradient is made
+        NaN, so that `step` skips the update: behind a torch.clamp, the gradient of a NaN is 0 and
+        would look valid.
         """
         scale = self.loss_scale * (dist.get_world_size() if dist.is_initialized() else 1)
         (loss * torch.where(loss.isfinite(), scale, math.nan)).backward()
@@ -330,10 +331,11 @@ class Optimizer:
             )
 
     def begin_step(self, step: int, updates: int) -> None:
-        """Set the place in the schedule: `step`, from 1 on, ends with its last update.
+        """Set `self.updates`, the place in the learning rate schedule, for the start of a step.
 
-        A step with fewer `updates`, as responses were left out, skips the places of its first ones.
-        The place does not depend on earlier steps, so it is right after a resume with other flags.
+        Each step owns `updates_per_step` places (steps count from 1). A step with fewer `updates`,
+        because responses were left out, uses the last of its places. The place does not depend on
+        earlier steps, so it is right after a resume with other flags.
         """
         self.updates = step * self.updates_per_step - updates
 
