@@ -4,16 +4,14 @@ extras/vllm/engine.py has the engine in the training process, extras/vllm/server
 asks servers.
 """
 
-import asyncio
 import contextlib
 import itertools
-import threading
 from typing import Any, Callable, Coroutine, Iterable
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from plumbing.event_loop import run_all
+from plumbing.event_loop import EventLoop, run_all
 from plumbing.models.sharding import base_weights
 from utils import first_line
 
@@ -106,13 +104,12 @@ def check_sent(of_workers: list[list[str]]) -> None:
         )
 
 
-class VllmSampling:
+class VllmSampling(EventLoop):
     """A rollout engine, which samples from a copy of the trained policy.
 
-    Requests are coroutines. Those of all threads run in one event loop, which has a thread of its
-    own. A response depends on its query, its seed (below 2**63) and the weights only.
-    Log-probabilities are those of the distribution that is sampled: after the temperature, top_p
-    and the other limits.
+    Requests are coroutines. Those of all threads run in its event loop. A response depends on its
+    query, its seed (below 2**63) and the weights only. Log-probabilities are those of the
+    distribution that is sampled: after the temperature, top_p and the other limits.
 
     A subclass defines two methods. `_complete(place, query, settings)` samples one response.
     `sync(model, step)`, which all ranks call, gives the engine the weights that the model has after
@@ -133,14 +130,6 @@ class VllmSampling:
     about = ""
     synced = 0
     is_shared = False
-
-    def __init__(self):
-        self.loop = asyncio.new_event_loop()
-        threading.Thread(target=self.loop.run_forever, daemon=True).start()
-
-    def run(self, work: Coroutine) -> Any:
-        """Run a coroutine in the engine's thread, and return what it returns."""
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result()
 
     def run_all(self, calls: Iterable[Coroutine], interrupted: Callable) -> None:
         """Run coroutines that sample, side by side in the engine's thread. An interruption or a
