@@ -46,7 +46,7 @@ def test_what_fails_or_is_not_done_in_time(monkeypatch, tmp_path, capsys):
         benchmark.report("Steps", benchmark.table(runs["case"]), "", failed)
     begin = time.monotonic()
     long = {"case": case | {"output_dir": str(tmp_path / "long"), "total_episodes": 80_000}}
-    assert benchmark.compare(long, kinds[1:] * 9, 1, 1 / 60)[0] == {"case": {}}
+    assert benchmark.compare(long, kinds[1:] * 9, 1, 1 / 600)[0] == {"case": {}}
     assert time.monotonic() - begin < 10 and "no number" in capsys.readouterr().out
 
 
