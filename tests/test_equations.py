@@ -236,6 +236,21 @@ def test_expectations_and_gradients_of_the_kl_estimators():
         assert estimator == "k2" or mean.item() == pytest.approx(exact(p, q).item(), rel=1e-12)
 
 
+@pytest.mark.parametrize(
+    "async_steps, correction, updates, expected",
+    [
+        (0, "none", 1, "current"),
+        (0, "truncate", 2, "start"),
+        (2, "none", 1, "sampler"),
+        (2, "none", 2, "sampler"),
+        (2, "truncate", 1, "current"),
+        (2, "truncate", 2, "start"),
+    ],
+)
+def test_to_which_policy_the_ratio_is(async_steps, correction, updates, expected):
+    assert grpo.old_policy(grpo.Args(async_steps=async_steps), correction, updates) == expected
+
+
 def test_a_kl_that_is_not_finite_leaves_its_coefficient():
     """Of others tests/agreement has it."""
     adaptive_kl = AdaptiveKL(grpo.Args(kl_coef=0.5, kl_target=0.1), {})
