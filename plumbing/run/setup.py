@@ -132,18 +132,18 @@ def set_up(
         show_ended=run.show_ended,
     )
     return Setup(
-        world,
-        run,
-        precision,
-        sharding,
-        prompts,
-        eval_prompts,
-        ptx_rows,
-        policy,
-        wrapped,
-        reference,
-        sampler,
-        models,
+        world=world,
+        run=run,
+        precision=precision,
+        sharding=sharding,
+        prompts=prompts,
+        eval_prompts=eval_prompts,
+        ptx_rows=ptx_rows,
+        policy=policy,
+        wrapped=wrapped,
+        reference=reference,
+        sampler=sampler,
+        models=models,
     )
 
 
