@@ -197,7 +197,13 @@ def test_ptx_loss_adds_the_gradient_of_the_cross_entropy(load, monkeypatch, budg
 
 SOME = """
 def score(prompts, responses, **columns):
-    return [None if i % 4 == 1 else sum(map(ord, p + r)) % 7 / 7 for i, (p, r) in enumerate(zip(prompts, responses))]
+    sums = [sum(map(ord, p + r)) for p, r in zip(prompts, responses)]
+    return [None if s % 4 == 1 else s % 7 / 7 for s in sums]
+"""
+GROUP = """
+def score(prompts, responses, **columns):
+    firsts = [int(prompt.split("+")[0]) for prompt in prompts]
+    return [None if a % 2 else sum(map(ord, r)) % 7 / 7 for a, r in zip(firsts, responses)]
 """
 
 
@@ -209,7 +215,7 @@ def base(tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("ppo")
     values = helpers.workspace(folder)
     (folder / "some.py").write_text(SOME)
-    (folder / "group.py").write_text(SOME.replace("i % 4 == 1", "int(p.split('+')[0]) % 2"))
+    (folder / "group.py").write_text(GROUP)
     models = {name: helpers.tiny_model(folder / name, "gpt_neox") for name in ("neox", "reference")}
     reference = AutoModelForCausalLM.from_pretrained(models["reference"])
     for parameter in reference.parameters():

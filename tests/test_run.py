@@ -359,6 +359,7 @@ FAILING = """
 def good(prompts, responses, **columns): return [float(len(r) % 3) for r in responses]
 def some(prompts, responses, **columns):
     return [None if i % 4 == 0 else float(len(r) % 4) for i, r in enumerate(responses)]
+some.whole = True
 """
 
 

@@ -86,6 +86,7 @@ def test_a_reference_that_becomes_nan(
 BIG = """
 def score(prompts, responses, **columns):
     return [2000.0 * (i % 4) for i, _ in enumerate(responses)]
+score.whole = True
 """
 
 

@@ -36,7 +36,7 @@ SCRIPTS |= {"reward_model": reward_model.Args, "distill": distill.Args}
 
 REWARDS = f"""{helpers.REWARD}
 def some(prompts, responses, **columns):
-    return [None if i % 3 == 1 else len(r) / 10 for i, r in enumerate(responses)]
+    return [None if len(p + r) % 3 == 1 else len(r) / 10 for p, r in zip(prompts, responses)]
 
 def trl(completions, **columns):
     return [float(len(c) % 2) for c in completions]
