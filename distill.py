@@ -15,14 +15,14 @@ fine-tuning.
 Deliberate choices:
 1. No gradient flows through the sampling: a token's loss is the divergence of the two next-token
    distributions.
-2. The sum over the vocabulary is exact. The logits of one chunk of tokens exist at a time: its
-   gradient is taken at once. `--estimator sampled` is a policy gradient of the reverse KL instead,
-   by log-probabilities of sampled tokens.
-3. One temperature samples and, with a teacher, divides the logits; those of the teacher may have
-   their own.
+2. The sum over the vocabulary is exact. Logits exist for one chunk of tokens at a time: its
+   gradient is computed before the next chunk. `--estimator sampled` is a policy gradient of the
+   reverse KL instead, by log-probabilities of sampled tokens.
+3. `--temperature` is that of sampling and, with a teacher, of the loss: it divides the logits;
+   `--teacher_temperature` may give the teacher another.
 4. The gradient is that of the global batch: sums are divided by counts over all ranks and
    micro-batches.
-5. Messages that end with the assistant are one row, and all assistant turns in it train. They are
+5. A conversation that ends with the assistant is one row, and all its assistant turns train. It is
    one row per assistant turn if the student may answer (--on_policy_share above 0), or if the chat
    template changes earlier turns.
 6. Nothing trains on --reward: it scores held-out responses.
@@ -70,7 +70,7 @@ from plumbing.run.ranks import report_errors
 from plumbing.run.setup import set_up
 
 CHUNK_TOKENS = 256  # response tokens whose logits are held at once
-ROLLOUT_OUTPUTS = ("rollout_logprobs",)  # what `generate` stores per token; vLLM returns only this
+ROLLOUT_OUTPUTS = ("rollout_logprobs",)  # what `generate` stores per token; vLLM returns no others
 MAX_LOG_RATIO = 20  # in nats: exp of more would swamp a batch
 SHRINK_AT = 0.25  # share of finished rows at which the decode loop drops them
 
@@ -101,7 +101,7 @@ class Args(
     learning_rate: PositiveFloat = 1e-5
     """Peak learning rate of AdamW."""
     system_prompt: str = ""
-    """System turn put before each prompt that has none, also by the chat template that is saved; ""
+    """System turn put before each prompt that has none; the saved chat template does the same; ""
     adds none."""
 
     teacher: str = ""
@@ -112,8 +112,8 @@ class Args(
     its row."""
     response_column: str = ""
     """Column of the text that supervised rows teach; default: the last turn of the assistant, or
-    else the first of response, completion, solution, tgt, answer, output in which any row has
-    something."""
+    else the first of response, completion, solution, tgt, answer, output that at least one
+    row fills."""
     divergence: Literal["reverse_kl", "forward_kl", "jsd"] = "reverse_kl"
     """Divergence from the teacher that is minimised."""
     jsd_beta: PositiveFraction = 0.5
@@ -259,9 +259,9 @@ class Policy(LanguageModel):
                 with which FSDP sets itself up.
             teach: what Teacher.forward returned, a function; None for no teacher.
         Returns:
-            Outputs (tokens,), the set entries of the mask row by row, float32 or better, as
-            `statistics` has them. "losses" has a gradient, which is right only if the loss gives
-            all tokens the same weight; a loss that uses the others raises.
+            Tensors (tokens,) by name, those of `statistics`, one value per set entry of the mask,
+            row by row, float32 or better. Only "losses" has a gradient, and it is right only if the
+            loss gives all tokens the same weight. A loss that uses another one raises an error.
         """
         hidden = self.hidden_states(input_ids, response_mask)  # (tokens, H)
         labels = input_ids[response_mask]  # (tokens,)
@@ -384,11 +384,12 @@ def generate(
         stop_strings: transformers' StopStringCriteria, which ends a turn of a conversation as a
             stop token does.
     Yields:
-        The place of a query whose response has ended; the response, token ids up to and including
-        the first stop token; its per-token outputs by name.
+        The index in `queries` of one whose response has ended; the response, token ids up to and
+        including the first stop token; its per-token outputs by name.
     """
     device = model_device(model)
-    prompts: dict[tuple, int] = {}  # the P different ones, and their rows in the first pass
+    # The P different prompts, each with its row in the first pass; a new prompt gets the next row.
+    prompts: dict[tuple, int] = {}
     prompt_of = [prompts.setdefault(tuple(query), len(prompts)) for query in queries]  # (N,)
     width = max(map(len, prompts))
     lengths = lengths or [args.max_response_length] * len(queries)
@@ -455,7 +456,7 @@ def generate(
             attention = attention[kept]
             finished = finished[kept]
             finished_count = 0
-            # It also selects the rows of recurrent states.
+            # `reorder_cache` selects the rows of any cache, recurrent states included.
             cache.reorder_cache(kept.nonzero()[:, 0])
 
 
@@ -464,7 +465,7 @@ def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) ->
     else the row's.
 
     Args:
-        state: what the rollout before left (`Experience.state`): the "position" of the next prompt.
+        state: `Experience.state` of the previous rollout: the "position" of the next prompt.
     """
     args = sampler.args
     reward_sources = sampler.reward_sources
@@ -480,28 +481,36 @@ def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) ->
     for row in copied:
         length = len(row["response"])
         outputs = {"rollout_logprobs": [math.nan] * length}  # nobody sampled them
-        if not asked:  # a row may be a conversation
+        if not asked:  # --on_policy_share 0: a row may be a conversation, whose mask has holes
             outputs["response_mask"] = row["mask"]
         text = sampler.tokenizer.decode(row["response"], skip_special_tokens=True)
-        scores = dict.fromkeys(reward_sources.sources, 0.0)
+        scores = dict.fromkeys(reward_sources.sources, 0.0)  # as for rows that no source scores
         samples.append(
             Sample(row, row["response"], outputs, stopped=True, text=text, scores=scores)
         )
     batch = Batch.from_samples(samples, model_device(sampler.model))
     metrics = batch_metrics(batch, reward_sources)
-    # No source scores what is learned.
+    # Sources score held-out responses only: here their metrics are NaN.
     metrics = {name: x for name, x in metrics.items() if not math.isnan(x)}
     metrics["val/on_policy_share"] = len(asked) / len(rows)
     state = {"position": position + len(rows)}
-    return Experience(batch, batch, metrics, sum(batch.lengths), state, unscored="")
+    return Experience(
+        batch,
+        sampled=batch,
+        metrics=metrics,
+        sampled_tokens=sum(batch.lengths),
+        state=state,
+        unscored="",
+    )
 
 
 def main(args: Args) -> None:
     # ---- setting up ----
+    # What a row is: an assistant turn to learn, a whole conversation, or only a prompt.
     learn: Learn = "turns" if args.on_policy_share else "conversations"
     if args.on_policy_share == 1:
         learn = "prompts"
-    # Supervised: only evaluations sample by --temperature.
+    # Without a teacher the loss has temperature 1, and only evaluations use --temperature.
     temperature = args.temperature if args.teacher else 1.0
     parts = set_up(
         args,
@@ -524,7 +533,7 @@ def main(args: Args) -> None:
     total_steps = count_steps(args.passes, parts.prompts, size)
     updates_per_step = utils.count_updates(size, args.mini_batch_size, args.num_epochs)
     optimizer = utils.Optimizer(parts.policy, args, total_steps, updates_per_step)
-    rollouts = parts.start(collect, total_steps, {"": optimizer})  # "": the policy
+    rollouts = parts.start(collect, total_steps, {"": optimizer})  # by model; "": the policy
 
     for step in run.steps():
         # ---- 1. rollout ----
@@ -551,7 +560,7 @@ def main(args: Args) -> None:
                 if teacher is not None:
                     with torch.no_grad():
                         teach = teacher(*inputs)
-                    # The student's forward uses its head, chunk by chunk.
+                    # The student's forward calls `teach`, which uses the teacher's head, by chunks.
                     if isinstance(teacher, FSDPModule):
                         teacher.unshard()
                 out = forward_tokens(wrapped, (*inputs, micro["rollout_logprobs"][m], teach), m)

@@ -13,7 +13,7 @@ Deliberate choices:
    micro-batches.
 2. The sampling temperature divides the logits in every log-probability (TRL issue 3029).
 3. The random number that draws a token is fixed by seed, step, response and position: a rollout
-   does not depend on the number of ranks, nor a resumed run on what ran before.
+   depends neither on the number of ranks nor, after a resume, on what ran before it.
 4. Masks come from lengths, never from token ids, so pad == eos is harmless and the stop token is
    trained on.
 5. Where a synchronous rollout gets a single update, the old log-probabilities ARE the current ones:
@@ -21,7 +21,7 @@ Deliberate choices:
 6. A response that could not be scored is left out of its group and counted. It is never a silent
    zero.
 7. Training rows are padded on the right and attended causally: no attention mask, no position ids.
-8. Per-token tensors live in `Batch.tokens`, (N, T) by name. Any tensor put there by `generate` or by
+8. `Batch.tokens` is a dict of per-token tensors (N, T). Any tensor put there by `generate` or by
    the loop is gathered, padded and sliced with the rest; the loss finds it as `micro[name]`, without
    gradient.
 
@@ -78,9 +78,9 @@ from plumbing.run.setup import set_up
 class Variant(NamedTuple):
     """The settings of a --loss."""
 
-    token_loss: str  # `policy_loss`
-    loss_aggregation: str
-    advantage_scale: str
+    token_loss: str  # `kind` of `policy_loss`
+    loss_aggregation: str  # `how` of `aggregate`
+    advantage_scale: str  # `scale` of `group_advantages`
     clip_low: float
     clip_high: float
 
@@ -89,14 +89,14 @@ VARIANTS = {
     "grpo": Variant("ppo", "sequence", "group", 0.2, 0.2),  # DeepSeekMath, arXiv:2402.03300, eq. 3
     "dr_grpo": Variant("ppo", "constant", "none", 0.2, 0.2),  # Dr. GRPO, arXiv:2503.20783
     "dapo": Variant("ppo", "step_token", "group", 0.2, 0.28),  # DAPO, arXiv:2503.14476, eq. 8
-    "bnpo": Variant("ppo", "token", "group", 0.2, 0.2),  # so called by TRL; mean over an update
-    "gspo": Variant("gspo", "sequence", "group", 3e-4, 4e-4),  # arXiv:2507.18071, eq. 13, by token
+    "bnpo": Variant("ppo", "token", "group", 0.2, 0.2),  # TRL's name; mean over an update's tokens
+    "gspo": Variant("gspo", "sequence", "group", 3e-4, 4e-4),  # GSPO-token, arXiv:2507.18071 eq. 13
     "cispo": Variant("cispo", "token", "group", 1.0, 4.0),  # MiniMax-M1, arXiv:2506.13585, eq. 4
     "sapo": Variant("sapo", "sequence", "group", 0.0, 0.0),  # arXiv:2511.20347, eq. 5; no clip
     "reinforce": Variant("reinforce", "token", "group", 0.0, 0.0),  # -A log pi, no ratio
 }
 CHUNK_TOKENS = 512  # response tokens whose logits are held at once
-ROLLOUT_OUTPUTS = ("rollout_logprobs",)  # what `generate` stores per token; vLLM returns only this
+ROLLOUT_OUTPUTS = ("rollout_logprobs",)  # what `generate` stores per token; vLLM returns no others
 MAX_LOG_RATIO = 20  # in nats: exp of more would swamp a batch
 SHRINK_AT = 0.25  # share of finished rows at which the decode loop drops them
 
@@ -130,7 +130,7 @@ class Args(
     learning_rate: PositiveFloat = 1e-6
     """Peak learning rate of AdamW."""
     system_prompt: str | None = None
-    """System turn put before each prompt that has none, also by the chat template that is saved; ""
+    """System turn put before each prompt that has none; the saved chat template does the same; ""
     adds none. Default: that of SYSTEM_PROMPTS for the first source of --reward, else none."""
 
     loss: Literal["grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo", "sapo", "reinforce"] = "grpo"
@@ -139,9 +139,9 @@ class Args(
     loss_aggregation: (
         Literal["token", "step_token", "sequence", "sequence_sum", "constant"] | None
     ) = None
-    """How token losses become one number: mean over an update's tokens, over a step's tokens, mean
-    of sequence means, of sequence sums, or sum / (sequences * max_response_length); default: the
-    variant's."""
+    """How token losses become one number. token: mean over an update's tokens; step_token: over a
+    step's tokens; sequence: mean of the sequences' means; sequence_sum: mean of their sums;
+    constant: sum / (sequences * max_response_length). Default: the variant's."""
     advantage_scale: Literal["group", "batch", "none", "gdpo"] | None = None
     """Divide advantages by the deviation of the group's scores, the step's, or by nothing; gdpo
     normalizes each reward in its group, and their weighted sum over the step (arXiv:2601.05242);
@@ -166,15 +166,16 @@ class Args(
     """Weight a token's KL in the loss by the ratio, which makes its gradient unbiased, also off
     policy."""
     kl_target: NonNegativeFloat = 0.0
-    """Mean KL per token to which beta is steered (Ziegler et al. 2019, adaptive), from --kl_coef
-    on; a resume goes on with the beta that it found. 0 keeps beta fixed."""
+    """Target of the mean KL per token: beta starts at --kl_coef and is adapted to reach the target
+    (Ziegler et al. 2019); a resumed run continues with the saved beta. 0 keeps beta fixed."""
     kl_horizon: PositiveInt = 10_000
-    """Responses over which --kl_target acts."""
+    """Responses in which --kl_target changes beta by about 20 percent at most."""
     ref_refresh_every: NonNegativeInt = 0
     """Steps between refreshes of the reference from the policy (TR-DPO, arXiv:2404.09656); 0 for
     never."""
     rollout_correction: Literal["none", "truncate", "mask", "sequence_mask"] | None = None
-    """Multiply the policy loss by rho = probability at the start of the step / when it was sampled.
+    """Multiply the policy loss by rho = pi_start / pi_sampler, probability of a token at the
+    start of the step divided by that when it was sampled.
     truncate: rho of a token, at most --rollout_correction_cap; mask: rho of a token, 0 outside of
     [1 / cap, cap]; sequence_mask: rho of the whole response, 0 above cap. Default: truncate where
     vLLM samples without --async_steps, else none."""
@@ -195,7 +196,7 @@ class Args(
     """Drop the groups whose scores are all equal; refill samples other prompts in their place
     (DAPO)."""
 
-    SYSTEM_PROMPTS = {  # source of --reward: what makes a model answer in the form that it reads
+    SYSTEM_PROMPTS = {  # source of --reward -> prompt for answers in the form that the source reads
         "math": "Please reason step by step, and put your final answer within \\boxed{}.",
         "gsm8k": 'Let us think step by step and output the final answer after "####".',
     }
@@ -268,7 +269,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
     """Estimate KL(policy || reference) per token from the sampled tokens' log-probabilities, any
     shape.
 
-    With d = logprobs - ref_logprobs, and the mean gradient as a loss, on policy:
+    With d = logprobs - ref_logprobs; on the right, the mean gradient of each as a loss, on policy:
         k1 = d                   zero
         abs = |d|
         k2 = d^2 / 2             that of the reverse KL
@@ -294,7 +295,7 @@ def kl_ratio(logprobs: Tensor, old_logprobs: Tensor, estimator: str) -> Tensor:
     of the reverse KL.
 
     For k1 and k3 the ratio has a gradient, and the mean of the product is the KL. For k2 the ratio
-    has none: it only weights the gradient of k2, which is that of the KL on policy.
+    has none: on policy k2 already has the gradient of the KL; the ratio corrects for pi_old.
     Source: DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, eq. 7.
     """
     ratio = torch.exp((logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
@@ -347,7 +348,7 @@ def policy_loss(
             (arXiv:2507.18071, eq. 13), "cispo" (arXiv:2506.13585, eq. 4), "sapo" (arXiv:2511.20347,
             eq. 5) or "reinforce".
     Returns:
-        Loss (N, T), and where clipping took the gradient or changed the weight (N, T) bool.
+        Loss (N, T), and where clipping removed the gradient or changed the weight (N, T) bool.
     """
     if kind == "reinforce":
         return -advantages * logprobs, torch.zeros_like(mask)
@@ -497,11 +498,11 @@ class Policy(nn.Module):
             response_mask: (N, L) bool, set on response tokens.
             entropy: whether to compute the entropies.
         Returns:
-            Outputs (tokens,), the set entries of the mask row by row, float32 or better: "logprobs";
-            "entropies", which have no gradient, and raise where a loss uses them, unless
-            `trains_entropy` is set.
+            Tensors (tokens,) by name, one value per set entry of the mask, row by row, float32 or
+            better: "logprobs" and, if asked for, "entropies". Unless `trains_entropy` is set, the
+            entropies have no gradient, and a loss that uses them raises an error.
         """
-        # This waits for a GPU, so it comes before the forward pass.
+        # `nonzero` waits for the GPU. It comes first, so it does not wait for the forward pass.
         rows, positions = response_mask.nonzero(as_tuple=True)  # (tokens,)
         labels = input_ids[rows, positions]
         # A token is predicted at the position before.
@@ -563,11 +564,12 @@ def generate(
         stop_strings: transformers' StopStringCriteria, which ends a turn of a conversation as a
             stop token does.
     Yields:
-        The place of a query whose response has ended; the response, token ids up to and including
-        the first stop token; its per-token outputs by name.
+        The index in `queries` of one whose response has ended; the response, token ids up to and
+        including the first stop token; its per-token outputs by name.
     """
     device = model_device(model)
-    prompts: dict[tuple, int] = {}  # the P different ones, and their rows in the first pass
+    # The P different prompts, each with its row in the first pass; a new prompt gets the next row.
+    prompts: dict[tuple, int] = {}
     prompt_of = [prompts.setdefault(tuple(query), len(prompts)) for query in queries]  # (N,)
     width = max(map(len, prompts))
     lengths = lengths or [args.max_response_length] * len(queries)
@@ -634,7 +636,7 @@ def generate(
             attention = attention[kept]
             finished = finished[kept]
             finished_count = 0
-            # It also selects the rows of recurrent states.
+            # `reorder_cache` selects the rows of any cache, recurrent states included.
             cache.reorder_cache(kept.nonzero()[:, 0])
 
 
@@ -694,7 +696,7 @@ def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) ->
     enough groups have two different scores.
 
     Args:
-        state: what the rollout before left (`Experience.state`): the "position" of the next prompt.
+        state: `Experience.state` of the previous rollout: the "position" of the next prompt.
     """
     args = sampler.args
     position = state.get("position", 0)
@@ -702,6 +704,7 @@ def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) ->
     samples: list[Sample] = []
     for refill in range(1 + MAX_REFILLS):
         rows = take_prompts(prompts, position, count, args.seed)
+        # The first key is that of a run without refills, which then samples the same responses.
         key = ("rollout", args.seed, step, refill) if refill else ("rollout", args.seed, step)
         latest = sampler.rollout(rows, args.group_size, key)
         position += count
@@ -711,7 +714,7 @@ def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) ->
         batch.scores = final_scores(sums, batch.response_lengths, batch.stopped, args)
         outcomes = decoupled_scores(batch, args) if args.advantage_scale == "gdpo" else batch.scores
         has_signal = ~equal_scores(outcomes.view(-1, args.group_size))  # (prompts,)
-        count = prompts_to_add(has_signal, latest, sampler)
+        count = prompts_to_add(has_signal, latest, sampler)  # above 0 only for a refill
         if not count:
             break
     return select_groups(batch, has_signal, sampler, step, position)
@@ -743,8 +746,9 @@ def group_advantages(scores: Tensor, group_size: int, scale: str) -> Tensor:
 
 
 def equal_scores(grouped: Tensor) -> Tensor:
-    """Return which groups (N / G, G) have no two different scores, so that nothing is learned: (N /
-    G,) bool.
+    """Return which groups teach nothing, their scores being equal: (N / G, G) -> (N / G,) bool.
+
+    Missing scores are ignored: a group with one score or none is among them.
     """
     scored = grouped.isfinite()
     highest = grouped.masked_fill(~scored, -torch.inf).amax(1)
@@ -769,7 +773,7 @@ def policy_metrics(total: dict[str, float], scores: Tensor, kl_coef: float) -> d
         "objective/kl": kl,  # mean over responses of the sum over tokens
         "objective/non_score_reward": -kl_coef * kl,
         "objective/rlhf_reward": mean_score - (kl_coef * kl if kl_coef else 0.0),
-        "objective/entropy": total["surprisal"] / total["responses"],
+        "objective/entropy": total["surprisal"] / total["responses"],  # -log p, summed over tokens
         "objective/loss": total["loss"],
         "loss/policy_avg": total["policy_loss"],
         "policy/approxkl_avg": total["approxkl"] / tokens,
@@ -788,20 +792,23 @@ def main(args: Args) -> None:
     settings = variant_of(args)
     parts = set_up(args, __file__, functools.partial(Policy, args=args), generate, ROLLOUT_OUTPUTS)
     world, run, precision, sampler = parts.world, parts.run, parts.precision, parts.sampler
+    # `wrapped`: the policy as it trains, in DDP on several ranks without --shard.
     policy, wrapped, reference = parts.policy, parts.wrapped, parts.reference
     optimizer = utils.Optimizer(policy, args, total_steps, updates_per_step)
     kl_in = "none" if reference is None else args.kl_in
     estimate_kl = functools.partial(kl_estimate, estimator=args.kl_estimator)
+    # `sampler.correction`: --rollout_correction, or its default for the engine.
     pi_old = old_policy(args, sampler.correction, updates_per_step)
     needs_start_logprobs = pi_old == "start" or kl_in == "reward"
-    rollouts = parts.start(collect, total_steps, {"": optimizer})  # "": the policy
+    rollouts = parts.start(collect, total_steps, {"": optimizer})  # by model; "": the policy
     adaptive_kl = AdaptiveKL(args, run.state)
 
     for step in run.steps():
         # ---- 1. rollout ----
         run.phase("rollout")
         experience = rollouts.take(step)
-        batch = experience.batch  # `experience.sampled` without what --filter_groups drops
+        # Of all ranks, the same on each: `experience.sampled` without what --filter_groups drops.
+        batch = experience.batch
         mask = batch.response_mask  # (N, T)
         scores = batch.scores  # (N,)
         trainable = scores.isfinite().nonzero()[:, 0].tolist()  # the responses with a score
@@ -848,8 +855,8 @@ def main(args: Args) -> None:
                 set_gradient_sync(wrapped, last)
                 out = forward_tokens(wrapped, inputs, m)
                 logprobs = out["logprobs"]
-                # Where they are missing, pi_old is "current" (no update yet, so `logprobs` are the
-                # same) or "sampler" (then only the log reads start_logprobs).
+                # Without "start_logprobs", pi_old is "current" (no update yet: `logprobs` equal
+                # them) or "sampler" (then only the log reads them).
                 start_logprobs = micro.get("start_logprobs", logprobs.detach())
                 by_sampler = micro["rollout_logprobs"]
                 old_logprobs = by_sampler if pi_old == "sampler" else start_logprobs
@@ -880,7 +887,7 @@ def main(args: Args) -> None:
                 sums.add(m, tokens=m, entropy=out["entropies"], clipped=clipped, weights=weights)
                 sums.add(m, approxkl=(logprobs - old_logprobs).square() / 2)
                 if epoch == 0:  # logged once per response: surprisal, KL, trainer - sampler
-                    # Then `start_logprobs` are of weights that this step has already updated.
+                    # Whether this step had already updated the weights that gave `start_logprobs`.
                     updated = number > 0 and not needs_start_logprobs
                     add_rollout(sums, micro, start_logprobs, estimate_kl, updated)
             optimizer.step()

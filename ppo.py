@@ -1,7 +1,7 @@
 """Proximal Policy Optimization (PPO) for language models: actor, critic and GAE, in one file.
 
-Sample a response to each prompt, score it, and give its tokens rewards r_t = -beta * KL_t, the last
-one the score too:
+Sample a response to each prompt and score it. Each token gets the reward r_t = -beta * KL_t; the
+last token also gets the score:
 
     delta_t = r_t + gamma * V_t+1 - V_t     A_t = delta_t + gamma * lambda * A_t+1     returns R_t = A_t + V_t
     actor:  mean of max(-A * ratio, -A * clip(ratio, 1 - low, 1 + high))               ratio = pi / pi_old, A whitened
@@ -81,7 +81,7 @@ from plumbing.run.ranks import report_errors
 from plumbing.run.setup import set_up
 
 CHUNK_TOKENS = 512  # response tokens whose logits are held at once
-ROLLOUT_OUTPUTS = ("rollout_logprobs",)  # what `generate` stores per token; vLLM returns only this
+ROLLOUT_OUTPUTS = ("rollout_logprobs",)  # what `generate` stores per token; vLLM returns no others
 MAX_LOG_RATIO = 20  # in nats: exp of more would swamp a batch
 SHRINK_AT = 0.25  # share of finished rows at which the decode loop drops them
 
@@ -115,7 +115,7 @@ class Args(
     learning_rate: PositiveFloat = 1e-6
     """Peak learning rate of AdamW."""
     system_prompt: str | None = None
-    """System turn put before each prompt that has none, also by the chat template that is saved; ""
+    """System turn put before each prompt that has none; the saved chat template does the same; ""
     adds none. Default: that of SYSTEM_PROMPTS for the first source of --reward, else none."""
 
     value_model: str = ""
@@ -135,8 +135,8 @@ class Args(
     """Maximum number of responses in an update of the critic, over all ranks; 0:
     --mini_batch_size."""
     critic_warmup_steps: NonNegativeInt = 0
-    """First steps, in which the critic trains and the policy does not (value pretraining,
-    arXiv:2503.01491); what the policy's updates log is null there."""
+    """Number of first steps in which only the critic trains (value pretraining, arXiv:2503.01491);
+    the metrics of the policy's updates are null in them."""
 
     gamma: Fraction = 1.0
     """Discount per token of the rewards that come later."""
@@ -146,8 +146,8 @@ class Args(
     """Lambda of the returns to which the critic is trained (VC-PPO, arXiv:2503.01491: 1); default:
     --gae_lambda."""
     turn_rewards: bool = False
-    """Give each reward of the --environment to the last token of its turn, not their sum to the
-    last token of the response."""
+    """Give each reward of the --environment to the last token of its turn, instead of giving
+    their sum to the last token of the response."""
     whiten_advantages: bool = True
     """Whiten the advantages over all response tokens of the step."""
     pf_ppo: Literal["none", "pow", "max_min", "max_random"] = "none"
@@ -157,8 +157,9 @@ class Args(
     loss_aggregation: Literal["token", "step_token", "sequence", "sequence_sum", "constant"] = (
         "token"
     )
-    """How token losses become one number: mean over an update's tokens, over a step's tokens, mean
-    of sequence means, of sequence sums, or sum / (sequences * max_response_length)."""
+    """How token losses become one number. token: mean over an update's tokens; step_token: over a
+    step's tokens; sequence: mean of the sequences' means; sequence_sum: mean of their sums;
+    constant: sum / (sequences * max_response_length)."""
     clip_low: Fraction = 0.2
     """The ratio is clipped below at 1 - this."""
     clip_high: NonNegativeFloat = 0.2
@@ -178,27 +179,28 @@ class Args(
     kl_estimator: Literal["k1", "abs", "k2", "k3"] = "k1"
     """Estimator of the KL per token."""
     kl_target: NonNegativeFloat = 0.0
-    """Mean KL per token to which beta is steered (Ziegler et al. 2019, adaptive), from --kl_coef
-    on; a resume goes on with the beta that it found. 0 keeps beta fixed."""
+    """Target of the mean KL per token: beta starts at --kl_coef and is adapted to reach the target
+    (Ziegler et al. 2019); a resumed run continues with the saved beta. 0 keeps beta fixed."""
     kl_horizon: PositiveInt = 10_000
-    """Responses over which --kl_target acts."""
+    """Responses in which --kl_target changes beta by about 20 percent at most."""
     ref_refresh_every: NonNegativeInt = 0
     """Steps between refreshes of the reference from the policy (TR-DPO, arXiv:2404.09656); 0 for
     never."""
     rollout_correction: Literal["none", "truncate", "mask", "sequence_mask"] | None = None
-    """Multiply the policy loss by rho = probability at the start of the step / when it was sampled.
+    """Multiply the policy loss by rho = pi_start / pi_sampler, probability of a token at the
+    start of the step divided by that when it was sampled.
     truncate: rho of a token, at most --rollout_correction_cap; mask: rho of a token, 0 outside of
     [1 / cap, cap]; sequence_mask: rho of the whole response, 0 above cap. Default: truncate where
     vLLM samples without --async_steps, else none."""
     rollout_correction_cap: Factor = 2.0
     """Largest rho of --rollout_correction; 2 for tokens, 3 for sequences are usual."""
     ptx_dataset: str = ""
-    """Rows for a supervised loss added to the policy's (PPO-ptx, arXiv:2203.02155), named as those
-    of --dataset."""
+    """Rows for a supervised loss that is added to the policy's (PPO-ptx, arXiv:2203.02155); takes
+    the same names as --dataset."""
     response_column: str = ""
     """Column of the text that supervised rows teach; default: the last turn of the assistant, or
-    else the first of response, completion, solution, tgt, answer, output in which any row has
-    something."""
+    else the first of response, completion, solution, tgt, answer, output that at least one
+    row fills."""
     ptx_coef: NonNegativeFloat = 0.0
     """Weight of the cross-entropy on --ptx_dataset."""
     ptx_batch_size: PositiveInt = 64
@@ -223,7 +225,7 @@ class Args(
     """Drop the groups whose scores are all equal; refill samples other prompts in their place
     (DAPO)."""
 
-    SYSTEM_PROMPTS = {  # source of --reward: what makes a model answer in the form that it reads
+    SYSTEM_PROMPTS = {  # source of --reward -> prompt for answers in the form that the source reads
         "math": "Please reason step by step, and put your final answer within \\boxed{}.",
         "gsm8k": 'Let us think step by step and output the final answer after "####".',
     }
@@ -282,7 +284,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
     """Estimate KL(policy || reference) per token from the sampled tokens' log-probabilities, any
     shape.
 
-    With d = logprobs - ref_logprobs, and the mean gradient as a loss, on policy:
+    With d = logprobs - ref_logprobs; on the right, the mean gradient of each as a loss, on policy:
         k1 = d                   zero
         abs = |d|
         k2 = d^2 / 2             that of the reverse KL
@@ -340,7 +342,7 @@ def clipped_loss(
     Args:
         log_ratio: (N, T), log pi - log pi_old, clamped here to +-20. advantages: (N, T).
     Returns:
-        Loss (N, T), and where clipping took the gradient (N, T) bool.
+        Loss (N, T), and where clipping removed the gradient (N, T) bool.
     """
     ratio = torch.exp(log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
     too_low = (ratio < 1 - clip_low) & (advantages < 0)
@@ -461,12 +463,14 @@ def filter_weights(grouped: Tensor, kind: str) -> Tensor:
     worst = scored & (scores == scores.masked_fill(~scored, torch.inf).amin(1, keepdim=True))
     normalise = lambda rows: rows / rows.sum(1, keepdim=True).clamp(min=1)
     if kind == "pow":
+        # Divided by the largest, so that the sum neither overflows nor rounds to 0.
         largest = scores.abs().amax(1, keepdim=True).clamp(min=1e-300)
         weights = torch.where(scored, scores.abs() / largest, 0.0)
     elif kind == "max_min":
         weights = normalise(best.double()) + normalise(worst.double())
     else:
         weights = normalise(best.double()) + normalise((scored & ~best).double())
+    # Without any weight: uniform over the scored responses; without those, over all.
     for fallback in (scored, torch.ones_like(scored)):
         weights = torch.where(weights.sum(1, keepdim=True) > 0, weights, fallback.double())
     return weights / weights.sum(1, keepdim=True)
@@ -606,11 +610,11 @@ class Policy(nn.Module):
             entropy: whether to compute the entropies. temperature: divides the logits; None for
                 --temperature.
         Returns:
-            Outputs (tokens,), the set entries of the mask row by row, float32 or better: "logprobs";
-            "entropies", which have no gradient, and raise where a loss uses them, unless
-            `trains_entropy` is set.
+            Tensors (tokens,) by name, one value per set entry of the mask, row by row, float32 or
+            better: "logprobs" and, if asked for, "entropies". Unless `trains_entropy` is set, the
+            entropies have no gradient, and a loss that uses them raises an error.
         """
-        # This waits for a GPU, so it comes before the forward pass.
+        # `nonzero` waits for the GPU. It comes first, so it does not wait for the forward pass.
         rows, positions = response_mask.nonzero(as_tuple=True)  # (tokens,)
         labels = input_ids[rows, positions]
         # A token is predicted at the position before.
@@ -744,7 +748,7 @@ def ptx_loss(
         # Temperature 1, whatever that of the rollout.
         loss = -wrapped(*inputs, temperature=1.0, entropy=False)["logprobs"].sum() / tokens
         optimizer.backward(args.ptx_coef * loss)
-        total = total + loss.detach()  # float64 in a float64 run
+        total = total + loss.detach()  # += would keep float32 in a float64 run
     return total
 
 
@@ -779,11 +783,12 @@ def generate(
         stop_strings: transformers' StopStringCriteria, which ends a turn of a conversation as a
             stop token does.
     Yields:
-        The place of a query whose response has ended; the response, token ids up to and including
-        the first stop token; its per-token outputs by name.
+        The index in `queries` of one whose response has ended; the response, token ids up to and
+        including the first stop token; its per-token outputs by name.
     """
     device = model_device(model)
-    prompts: dict[tuple, int] = {}  # the P different ones, and their rows in the first pass
+    # The P different prompts, each with its row in the first pass; a new prompt gets the next row.
+    prompts: dict[tuple, int] = {}
     prompt_of = [prompts.setdefault(tuple(query), len(prompts)) for query in queries]  # (N,)
     width = max(map(len, prompts))
     lengths = lengths or [args.max_response_length] * len(queries)
@@ -850,7 +855,7 @@ def generate(
             attention = attention[kept]
             finished = finished[kept]
             finished_count = 0
-            # It also selects the rows of recurrent states.
+            # `reorder_cache` selects the rows of any cache, recurrent states included.
             cache.reorder_cache(kept.nonzero()[:, 0])
 
 
@@ -918,7 +923,7 @@ def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) ->
     enough groups have two different scores.
 
     Args:
-        state: what the rollout before left (`Experience.state`): the "position" of the next prompt,
+        state: `Experience.state` of the previous rollout: the "position" of the next prompt,
             and the "score_statistics".
     """
     args = sampler.args
@@ -928,6 +933,7 @@ def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) ->
     earlier = state.get("score_statistics", [0.0, 0.0, 0.0])  # of the steps before
     for refill in range(1 + MAX_REFILLS):
         rows = take_prompts(prompts, position, count, args.seed)
+        # The first key is that of a run without refills, which then samples the same responses.
         key = ("rollout", args.seed, step, refill) if refill else ("rollout", args.seed, step)
         latest = sampler.rollout(rows, args.group_size, key)
         position += count
@@ -937,7 +943,7 @@ def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) ->
         statistics = update_statistics(earlier, sums)
         batch.scores = final_scores(sums, batch.response_lengths, batch.stopped, statistics, args)
         has_signal = ~equal_scores(batch.scores.view(-1, args.group_size))  # (prompts,)
-        count = prompts_to_add(has_signal, latest, sampler)
+        count = prompts_to_add(has_signal, latest, sampler)  # above 0 only for a refill
         if not count:
             break
     experience = select_groups(batch, has_signal, sampler, step, position)
@@ -946,8 +952,9 @@ def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) ->
 
 
 def equal_scores(grouped: Tensor) -> Tensor:
-    """Return which groups (N / G, G) have no two different scores, so that nothing is learned: (N /
-    G,) bool.
+    """Return which groups teach nothing, their scores being equal: (N / G, G) -> (N / G,) bool.
+
+    Missing scores are ignored: a group with one score or none is among them.
     """
     scored = grouped.isfinite()
     highest = grouped.masked_fill(~scored, -torch.inf).amax(1)
@@ -972,7 +979,7 @@ def policy_metrics(total: dict[str, float], scores: Tensor, kl_coef: float) -> d
         "objective/kl": kl,  # mean over responses of the sum over tokens
         "objective/non_score_reward": -kl_coef * kl,
         "objective/rlhf_reward": mean_score - (kl_coef * kl if kl_coef else 0.0),
-        "objective/entropy": total["surprisal"] / total["responses"],
+        "objective/entropy": total["surprisal"] / total["responses"],  # -log p, summed over tokens
         "objective/loss": total["loss"],
         "loss/policy_avg": total["policy_loss"],
         **({"loss/ptx": total["ptx"]} if "ptx" in total else {}),
@@ -992,6 +999,7 @@ def main(args: Args) -> None:
     critic_updates_per_step = utils.count_updates(N, *critic_size_and_epochs(args))
     parts = set_up(args, __file__, functools.partial(Policy, args=args), generate, ROLLOUT_OUTPUTS)
     world, run, precision, sampler = parts.world, parts.run, parts.precision, parts.sampler
+    # `wrapped`: the policy as it trains, in DDP on several ranks without --shard.
     policy, wrapped, reference = parts.policy, parts.wrapped, parts.reference
     critic = load_critic(
         args, run.checkpoint, precision.base_dtype(args), parts.sharding.load_device
@@ -1006,8 +1014,9 @@ def main(args: Args) -> None:
     )
     kl_in = "none" if reference is None else args.kl_in
     estimate_kl = functools.partial(kl_estimate, estimator=args.kl_estimator)
+    # `sampler.correction`: --rollout_correction, or its default for the engine.
     pi_old = old_policy(args, sampler.correction, updates_per_step)
-    # PF-PPO logs the KL of all responses before it draws those that train.
+    # PF-PPO logs the KL of all responses, drawn for training or not, so not in the updates.
     needs_start_logprobs = pi_old == "start" or kl_in == "reward" or args.pf_ppo != "none"
     optimizers = {"": optimizer, "critic": critic_optimizer}
     rollouts = parts.start(collect, total_steps, optimizers)
@@ -1017,7 +1026,8 @@ def main(args: Args) -> None:
         # ---- 1. rollout ----
         run.phase("rollout")
         experience = rollouts.take(step)
-        batch = experience.batch  # `experience.sampled` without what --filter_groups drops
+        # Of all ranks, the same on each: `experience.sampled` without what --filter_groups drops.
+        batch = experience.batch
         mask = batch.response_mask  # (N, T)
         scores = batch.scores  # (N,)
         trainable = scores.isfinite().nonzero()[:, 0].tolist()  # the responses with a score
@@ -1092,8 +1102,8 @@ def main(args: Args) -> None:
                 set_gradient_sync(wrapped, last)
                 out = forward_tokens(wrapped, inputs, m)
                 logprobs = out["logprobs"]
-                # Where they are missing, pi_old is "current" (no update yet, so `logprobs` are the
-                # same) or "sampler" (then only the log reads start_logprobs).
+                # Without "start_logprobs", pi_old is "current" (no update yet: `logprobs` equal
+                # them) or "sampler" (then only the log reads them).
                 start_logprobs = micro.get("start_logprobs", logprobs.detach())
                 by_sampler = micro["rollout_logprobs"]
                 old_logprobs = by_sampler if pi_old == "sampler" else start_logprobs
@@ -1119,7 +1129,7 @@ def main(args: Args) -> None:
                 sums.add(m, approxkl=(logprobs - old_logprobs).square() / 2)
                 # Logged once per response: surprisal, KL, trainer - sampler.
                 if epoch == 0 and args.pf_ppo == "none":
-                    # Then `start_logprobs` are of weights that this step has already updated.
+                    # Whether this step had already updated the weights that gave `start_logprobs`.
                     updated = number > 0 and not needs_start_logprobs
                     add_rollout(sums, micro, start_logprobs, estimate_kl, updated)
             optimizer.step()

@@ -10,11 +10,11 @@ Sources: arXiv:2203.02155, eq. 1; margin: arXiv:2307.09288, eq. 2; centring: arX
 2.
 
 Deliberate choices:
-1. The head has no bias and starts at Normal(0, 1 / sqrt(hidden + 1)) (arXiv:2009.01325), scores
-   near 0.
+1. The head has no bias and starts at Normal(0, 1 / sqrt(hidden + 1)) (arXiv:2009.01325), so
+   that scores start near 0.
 2. The score is read at the last token by the rows' lengths, never by looking for padding: pad ==
-   eos is harmless. (transformers' forward looks for padding; where pad == eos its config therefore
-   gets no pad token, and it reads one row at a time.)
+   eos is harmless. (transformers' own forward looks for padding. Where pad == eos, the config
+   therefore has no pad token, and that forward takes one row at a time.)
 3. A response ends with the stop token of the chat template, as those of a policy do, and is encoded
    behind its prompt.
 4. The gradient is that of the global batch: neither the number of ranks nor `--micro_batch_tokens`
@@ -55,24 +55,24 @@ class Args(cli.RunArgs, cli.ModelArgs, cli.OptimizerArgs):
     dataset: str = "trl-lib/ultrafeedback_binarized"
     """Preference pairs: arithmetic (built in), a .jsonl, .json, .csv or .parquet file, a folder, or
     owner/name[:config] on the hub, each with @split after it for another split than train. Columns:
-    chosen and rejected, text or messages, with a prompt or without; or src, tgt, response, sort;
-    where there are any, margin (a number) and subset."""
+    chosen and rejected, text or messages, with a prompt or without; or PaddleNLP's src, tgt,
+    response and sort. Optional columns: margin (a number) and subset."""
     eval_dataset: str = ""
-    """Pairs to evaluate on, split test unless @split is given; default: those of --dataset, or for
-    a single file a tenth of it at most."""
+    """Pairs to evaluate on, split test unless @split is given. Default: split test of --dataset;
+    if --dataset is a single file, at most a tenth of its pairs, on which nothing trains."""
     eval_every: NonNegativeInt = 50
     """Steps between evaluations; also before the first step and after the last. 0: never."""
     eval_pairs: NonNegativeInt = 1000
     """Pairs of an evaluation, the first ones of the evaluation set; 0 for all."""
     system_prompt: str = ""
-    """System turn put before each prompt that has none, also by the chat template that is saved; ""
+    """System turn put before each prompt that has none; the saved chat template does the same; ""
     adds none."""
     max_length: PositiveInt = 1024
     """Most tokens of prompt and response together; longer pairs are left out, and counted."""
     passes: PositiveFloat = 1.0
     """Passes over the rows of --dataset; the run ends after them (rounded down to whole steps)."""
     batch_size: PositiveInt = 64
-    """Pairs an optimizer update, over all ranks."""
+    """Pairs per optimizer update, over all ranks."""
     learning_rate: PositiveFloat = 1e-5
     """Peak learning rate of AdamW."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
@@ -195,8 +195,8 @@ def load_scorer(
     loading.add_adapter(scorer.model, args)
     # transformers' forward reads it, and would treat a stop token that is the pad token as padding.
     config.pad_token_id = None if tokenizer.pad_token_id in stop_ids else tokenizer.pad_token_id
-    config.score_token = stop_ids[0]  # for those that read text: where scores are read
-    if not saved:  # of another model's scores
+    config.score_token = stop_ids[0]  # tells code that scores text at which token to read
+    if not saved:  # statistics that --model brought are not of this model
         for name in ("score_mean", "score_std"):
             vars(config).pop(name, None)
     if new_head:
@@ -227,7 +227,7 @@ def main(args: Args) -> None:
         """Score pairs, keep mean and deviation in the model's config, and return metrics and
         samples.
         """
-        pairs = list(pairs)  # decoded once
+        pairs = list(pairs)  # each access decodes a row
         # (P, 2)
         scores = score_pairs(scorer, pairs, args.micro_batch_tokens, run.interrupt, world)
         config.score_mean = scores.mean().item()
@@ -243,7 +243,7 @@ def main(args: Args) -> None:
         optimizers={"": optimizer},
         evaluate=evaluate if eval_pairs else None,
     )
-    run.check_rows(pairs, eval_pairs)
+    run.check_rows(pairs, eval_pairs)  # prints their lengths, warns if a resume has others
 
     for step in run.steps():
         # ---- update: one batch of pairs, cut into micro-batches ----

@@ -21,8 +21,8 @@ scored is left out and counted; per-token tensors live in `Batch.tokens`, a dict
 whatever is put there (see grpo.py, choice 8). And:
 1. The KL stands in the reward, estimator k1, as RLOO and REINFORCE++ have it; `--kl_in loss` moves
    it to the loss.
-2. `--ratio sequence` has one ratio per response, as RLOO is derived; one ratio per token is what most
-   systems run.
+2. `--ratio sequence` has one ratio per response, as in the derivation of RLOO; most systems run one
+   ratio per token.
 3. With one update per rollout the ratio is exactly 1, and all of this is REINFORCE with a baseline.
 4. Whitening counts the response tokens of all ranks, its variance is unbiased, and a response
    without a score is out.
@@ -81,7 +81,7 @@ from plumbing.run.ranks import report_errors
 from plumbing.run.setup import set_up
 
 CHUNK_TOKENS = 512  # response tokens whose logits are held at once
-ROLLOUT_OUTPUTS = ("rollout_logprobs",)  # what `generate` stores per token; vLLM returns only this
+ROLLOUT_OUTPUTS = ("rollout_logprobs",)  # what `generate` stores per token; vLLM returns no others
 MAX_LOG_RATIO = 20  # in nats: exp of more would swamp a batch
 SHRINK_AT = 0.25  # share of finished rows at which the decode loop drops them
 
@@ -115,7 +115,7 @@ class Args(
     learning_rate: PositiveFloat = 1e-6
     """Peak learning rate of AdamW."""
     system_prompt: str | None = None
-    """System turn put before each prompt that has none, also by the chat template that is saved; ""
+    """System turn put before each prompt that has none; the saved chat template does the same; ""
     adds none. Default: that of SYSTEM_PROMPTS for the first source of --reward, else none."""
 
     advantage: Literal["rloo", "reinforce++", "reinforce++-baseline", "remax", "opo"] = "rloo"
@@ -125,14 +125,14 @@ class Args(
     gamma: Fraction = 1.0
     """Discount per token of the rewards that come later."""
     turn_rewards: bool = False
-    """Give each reward of the --environment to the last token of its turn, not their sum to the
-    last token of the response."""
+    """Give each reward of the --environment to the last token of its turn, instead of giving
+    their sum to the last token of the response."""
     loss_aggregation: (
         Literal["token", "step_token", "sequence", "sequence_sum", "constant"] | None
     ) = None
-    """How token losses become one number: mean over an update's tokens, over a step's tokens, mean
-    of sequence means, of sequence sums, or sum / (sequences * max_response_length); default:
-    that of --ratio."""
+    """How token losses become one number. token: mean over an update's tokens; step_token: over a
+    step's tokens; sequence: mean of the sequences' means; sequence_sum: mean of their sums;
+    constant: sum / (sequences * max_response_length). Default: that of --ratio."""
     clip_low: Fraction = 0.2
     """The ratio is clipped below at 1 - this."""
     clip_high: NonNegativeFloat = 0.2
@@ -150,15 +150,16 @@ class Args(
     kl_estimator: Literal["k1", "abs", "k2", "k3"] = "k1"
     """Estimator of the KL per token."""
     kl_target: NonNegativeFloat = 0.0
-    """Mean KL per token to which beta is steered (Ziegler et al. 2019, adaptive), from --kl_coef
-    on; a resume goes on with the beta that it found. 0 keeps beta fixed."""
+    """Target of the mean KL per token: beta starts at --kl_coef and is adapted to reach the target
+    (Ziegler et al. 2019); a resumed run continues with the saved beta. 0 keeps beta fixed."""
     kl_horizon: PositiveInt = 10_000
-    """Responses over which --kl_target acts."""
+    """Responses in which --kl_target changes beta by about 20 percent at most."""
     ref_refresh_every: NonNegativeInt = 0
     """Steps between refreshes of the reference from the policy (TR-DPO, arXiv:2404.09656); 0 for
     never."""
     rollout_correction: Literal["none", "truncate", "mask", "sequence_mask"] | None = None
-    """Multiply the policy loss by rho = probability at the start of the step / when it was sampled.
+    """Multiply the policy loss by rho = pi_start / pi_sampler, probability of a token at the
+    start of the step divided by that when it was sampled.
     truncate: rho of a token, at most --rollout_correction_cap; mask: rho of a token, 0 outside of
     [1 / cap, cap]; sequence_mask: rho of the whole response, 0 above cap. Default: truncate where
     vLLM samples without --async_steps, else none."""
@@ -179,7 +180,7 @@ class Args(
     """Drop the groups whose scores are all equal; refill samples other prompts in their place
     (DAPO)."""
 
-    SYSTEM_PROMPTS = {  # source of --reward: what makes a model answer in the form that it reads
+    SYSTEM_PROMPTS = {  # source of --reward -> prompt for answers in the form that the source reads
         "math": "Please reason step by step, and put your final answer within \\boxed{}.",
         "gsm8k": 'Let us think step by step and output the final answer after "####".',
     }
@@ -208,6 +209,10 @@ class Args(
             not self.turn_rewards or ("episode" in self.reward and self.advantage == "reinforce++"),
             "--turn_rewards requires episode in --reward and --advantage reinforce++",
         )
+        yield (
+            self.gamma == 1 or self.advantage == "reinforce++",
+            "--gamma requires --advantage reinforce++",
+        )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -230,7 +235,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
     """Estimate KL(policy || reference) per token from the sampled tokens' log-probabilities, any
     shape.
 
-    With d = logprobs - ref_logprobs, and the mean gradient as a loss, on policy:
+    With d = logprobs - ref_logprobs; on the right, the mean gradient of each as a loss, on policy:
         k1 = d                   zero
         abs = |d|
         k2 = d^2 / 2             that of the reverse KL
@@ -288,7 +293,7 @@ def clipped_loss(
     Args:
         log_ratio: (N, T), log pi - log pi_old, clamped here to +-20. advantages: (N, T).
     Returns:
-        Loss (N, T), and where clipping took the gradient (N, T) bool.
+        Loss (N, T), and where clipping removed the gradient (N, T) bool.
     """
     ratio = torch.exp(log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
     too_low = (ratio < 1 - clip_low) & (advantages < 0)
@@ -342,7 +347,7 @@ def token_rewards(
 def reward_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
     """Return G_t = r_t + gamma * G_{t+1} over the tokens of each row (N, T).
 
-    Outside of the mask (N, T) bool stands the G of the next token.
+    An entry outside of the mask (N, T) bool is G of the next token inside, 0 if there is none.
     """
     returns = torch.zeros_like(rewards)
     following = torch.zeros_like(rewards[:, 0])
@@ -353,8 +358,8 @@ def reward_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
 
 
 def minus_mean(grouped: Tensor, weights: Tensor) -> Tensor:
-    """Return R_i minus the mean of its group, weighted by positive numbers: (P, G), (P, G) -> (P,
-    G).
+    """Return R_i minus the weighted mean of its group, for P prompts: scores and positive weights
+    (P, G), (P, G) -> (P, G).
     """
     scored = grouped.isfinite()
     total = masked_sum(weights, scored, 1)
@@ -364,7 +369,8 @@ def minus_mean(grouped: Tensor, weights: Tensor) -> Tensor:
 def leave_one_out(grouped: Tensor) -> Tensor:
     """Return R_i minus the mean of the others in its group: (P, G) -> (P, G).
 
-    It is n / (n - 1) * (R_i - mean of all n); NaN for a lone score, whose group has `equal_scores`.
+    It is n / (n - 1) * (R_i - mean of all n). For a group with one score it is NaN; the caller
+    puts 0 in its place, by `equal_scores`.
     """
     count = grouped.isfinite().sum(1, keepdim=True)
     return minus_mean(grouped, torch.ones_like(grouped)) * count / (count - 1)
@@ -490,11 +496,11 @@ class Policy(nn.Module):
             response_mask: (N, L) bool, set on response tokens.
             entropy: whether to compute the entropies.
         Returns:
-            Outputs (tokens,), the set entries of the mask row by row, float32 or better: "logprobs";
-            "entropies", which have no gradient, and raise where a loss uses them, unless
-            `trains_entropy` is set.
+            Tensors (tokens,) by name, one value per set entry of the mask, row by row, float32 or
+            better: "logprobs" and, if asked for, "entropies". Unless `trains_entropy` is set, the
+            entropies have no gradient, and a loss that uses them raises an error.
         """
-        # This waits for a GPU, so it comes before the forward pass.
+        # `nonzero` waits for the GPU. It comes first, so it does not wait for the forward pass.
         rows, positions = response_mask.nonzero(as_tuple=True)  # (tokens,)
         labels = input_ids[rows, positions]
         # A token is predicted at the position before.
@@ -556,11 +562,12 @@ def generate(
         stop_strings: transformers' StopStringCriteria, which ends a turn of a conversation as a
             stop token does.
     Yields:
-        The place of a query whose response has ended; the response, token ids up to and including
-        the first stop token; its per-token outputs by name.
+        The index in `queries` of one whose response has ended; the response, token ids up to and
+        including the first stop token; its per-token outputs by name.
     """
     device = model_device(model)
-    prompts: dict[tuple, int] = {}  # the P different ones, and their rows in the first pass
+    # The P different prompts, each with its row in the first pass; a new prompt gets the next row.
+    prompts: dict[tuple, int] = {}
     prompt_of = [prompts.setdefault(tuple(query), len(prompts)) for query in queries]  # (N,)
     width = max(map(len, prompts))
     lengths = lengths or [args.max_response_length] * len(queries)
@@ -627,7 +634,7 @@ def generate(
             attention = attention[kept]
             finished = finished[kept]
             finished_count = 0
-            # It also selects the rows of recurrent states.
+            # `reorder_cache` selects the rows of any cache, recurrent states included.
             cache.reorder_cache(kept.nonzero()[:, 0])
 
 
@@ -674,7 +681,7 @@ def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) ->
     baseline of the sampled ones.
 
     Args:
-        state: what the rollout before left (`Experience.state`): the "position" of the next prompt.
+        state: `Experience.state` of the previous rollout: the "position" of the next prompt.
     """
     args = sampler.args
     position = state.get("position", 0)
@@ -682,6 +689,7 @@ def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) ->
     samples: list[Sample] = []
     for refill in range(1 + MAX_REFILLS):
         rows = take_prompts(prompts, position, count, args.seed)
+        # The first key is that of a run without refills, which then samples the same responses.
         key = ("rollout", args.seed, step, refill) if refill else ("rollout", args.seed, step)
         latest = sampler.rollout(rows, args.group_size, key)
         position += count
@@ -690,14 +698,15 @@ def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) ->
         sums = weighted_sum(batch.reward_components, args)
         batch.scores = final_scores(sums, batch.response_lengths, batch.stopped, args)
         has_signal = ~equal_scores(batch.scores.view(-1, args.group_size))  # (prompts,)
-        count = prompts_to_add(has_signal, latest, sampler)
+        count = prompts_to_add(has_signal, latest, sampler)  # above 0 only for a refill
         if not count:
             break
     if args.advantage != "remax":
         return select_groups(batch, has_signal, sampler, step, position)
-    greedy = sampler.rollout(rows, 0, ("greedy", args.seed, step))
+    greedy = sampler.rollout(rows, 0, ("greedy", args.seed, step))  # 0: one greedy response each
     sums = weighted_sum(greedy.reward_components, args)
-    # A baseline cannot be left out: a greedy response without a stop token has its penalty.
+    # --mask_truncated leaves no baseline out: a greedy response without a stop token keeps
+    # its score, with the penalty.
     unmasked = dataclasses.replace(args, mask_truncated=False)
     baselines = final_scores(sums, greedy.response_lengths, greedy.stopped, unmasked)  # (prompts,)
     missing = ~baselines.isfinite()
@@ -707,6 +716,7 @@ def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) ->
     experience.baselines = baselines.repeat_interleave(args.group_size)
     experience.metrics["val/missing_greedy_scores"] = int(missing.sum())
     experience.sampled_tokens += sum(greedy.lengths)
+    # The first reward source that gave no response a score, and why; "" if there is none.
     experience.unscored = experience.unscored or unscored(greedy, sampler.reward_sources, args)
     return experience
 
@@ -731,8 +741,8 @@ def token_advantages(
         rewards: (N, T), see `token_rewards`. mask: (N, T) bool.
     Returns:
         (N, T), 0 outside of the mask and for a response without a score, which does not count in
-        its group either; where there is a group and its R are all equal, exactly 0 (before any
-        whitening over the batch).
+        its group either. The kinds that use a group's mean give exactly 0 where all R of the group
+        are equal (before any whitening over the batch).
     """
     scored = mask & scores.isfinite()[:, None]
     if kind == "reinforce++":
@@ -757,8 +767,9 @@ def token_advantages(
 
 
 def equal_scores(grouped: Tensor) -> Tensor:
-    """Return which groups (N / G, G) have no two different scores, so that nothing is learned: (N /
-    G,) bool.
+    """Return which groups teach nothing, their scores being equal: (N / G, G) -> (N / G,) bool.
+
+    Missing scores are ignored: a group with one score or none is among them.
     """
     scored = grouped.isfinite()
     highest = grouped.masked_fill(~scored, -torch.inf).amax(1)
@@ -783,7 +794,7 @@ def policy_metrics(total: dict[str, float], scores: Tensor, kl_coef: float) -> d
         "objective/kl": kl,  # mean over responses of the sum over tokens
         "objective/non_score_reward": -kl_coef * kl,
         "objective/rlhf_reward": mean_score - (kl_coef * kl if kl_coef else 0.0),
-        "objective/entropy": total["surprisal"] / total["responses"],
+        "objective/entropy": total["surprisal"] / total["responses"],  # -log p, summed over tokens
         "objective/loss": total["loss"],
         "loss/policy_avg": total["policy_loss"],
         "policy/approxkl_avg": total["approxkl"] / tokens,
@@ -801,21 +812,24 @@ def main(args: Args) -> None:
     updates_per_step = utils.count_updates(N, args.mini_batch_size, args.num_epochs)
     parts = set_up(args, __file__, functools.partial(Policy, args=args), generate, ROLLOUT_OUTPUTS)
     world, run, precision, sampler = parts.world, parts.run, parts.precision, parts.sampler
+    # `wrapped`: the policy as it trains, in DDP on several ranks without --shard.
     policy, wrapped, reference = parts.policy, parts.wrapped, parts.reference
     optimizer = utils.Optimizer(policy, args, total_steps, updates_per_step)
     loss_aggregation = args.loss_aggregation or args.ratio  # "token" or "sequence"
     kl_in = "none" if reference is None else args.kl_in
     estimate_kl = functools.partial(kl_estimate, estimator=args.kl_estimator)
+    # `sampler.correction`: --rollout_correction, or its default for the engine.
     pi_old = old_policy(args, sampler.correction, updates_per_step)
     needs_start_logprobs = pi_old == "start" or kl_in == "reward"
-    rollouts = parts.start(collect, total_steps, {"": optimizer})  # "": the policy
+    rollouts = parts.start(collect, total_steps, {"": optimizer})  # by model; "": the policy
     adaptive_kl = AdaptiveKL(args, run.state)
 
     for step in run.steps():
         # ---- 1. rollout ----
         run.phase("rollout")
         experience = rollouts.take(step)
-        batch = experience.batch  # `experience.sampled` without what --filter_groups drops
+        # Of all ranks, the same on each: `experience.sampled` without what --filter_groups drops.
+        batch = experience.batch
         mask = batch.response_mask  # (N, T)
         scores = batch.scores  # (N,)
         trainable = scores.isfinite().nonzero()[:, 0].tolist()  # the responses with a score
@@ -865,8 +879,8 @@ def main(args: Args) -> None:
                 set_gradient_sync(wrapped, last)
                 out = forward_tokens(wrapped, inputs, m)
                 logprobs = out["logprobs"]
-                # Where they are missing, pi_old is "current" (no update yet, so `logprobs` are the
-                # same) or "sampler" (then only the log reads start_logprobs).
+                # Without "start_logprobs", pi_old is "current" (no update yet: `logprobs` equal
+                # them) or "sampler" (then only the log reads them).
                 start_logprobs = micro.get("start_logprobs", logprobs.detach())
                 by_sampler = micro["rollout_logprobs"]
                 old_logprobs = by_sampler if pi_old == "sampler" else start_logprobs
@@ -894,7 +908,7 @@ def main(args: Args) -> None:
                 sums.add(m, tokens=m, entropy=out["entropies"], clipped=clipped, weights=weights)
                 sums.add(m, approxkl=(logprobs - old_logprobs).square() / 2)
                 if epoch == 0:  # logged once per response: surprisal, KL, trainer - sampler
-                    # Then `start_logprobs` are of weights that this step has already updated.
+                    # Whether this step had already updated the weights that gave `start_logprobs`.
                     updated = number > 0 and not needs_start_logprobs
                     add_rollout(sums, micro, start_logprobs, estimate_kl, updated)
             optimizer.step()

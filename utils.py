@@ -53,8 +53,8 @@ def one_line(message: str) -> str:
 
 
 class UserError(Exception):
-    """A reason that the user can mend: a flag, or a file and its row, and what to do. A command
-    prints it as one line and exits with code 2 (plumbing/run/ranks.py).
+    """An error that the user can fix. The message names the flag, or the file and its row, and says
+    what to do. A command prints it as one line and exits with code 2 (plumbing/run/ranks.py).
 
     All ranks of a node are assumed to raise it alike, and one prints it for them, unless the reason
     is `local` to this rank.
@@ -234,7 +234,7 @@ def go_offline_if_unreachable() -> None:
     """
     try:
         get_session().head(constants.ENDPOINT, timeout=10)
-    except Exception:  # of a network or proxy, whatever it lacks
+    except Exception:  # any error of the network or of a proxy
         constants.HF_HUB_OFFLINE = True
         os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -317,7 +317,8 @@ class Optimizer:
         self.adam.zero_grad()
         self.updates += 1
         self.norms.append(norm)
-        if not self.rescale(finite):  # else it was the scale's fault
+        scale_was_lowered = self.rescale(finite)
+        if not scale_was_lowered:  # then the scale was not the reason
             self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
             if self.skipped_in_a_row:
                 name = f"{self.prefix}update".replace("_", " ")
@@ -373,7 +374,7 @@ class Optimizer:
 
     def load_state_dict(self, state: dict) -> None:
         for name in self.counters:
-            # No scale of a run with another --precision.
+            # A run with another --precision has saved no scale.
             setattr(self, name, state.get(name, getattr(self, name)))
 
 
@@ -415,7 +416,7 @@ def micro_batches(lengths: list[int], token_budget: int, world: World) -> list[l
     """
     # Longest first: memory problems show at once.
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    # (places,), the longest over the ranks
+    # A place holds one sequence per rank. (places,), the greatest length in each.
     longest = np.array([lengths[i] for i in order[:: world.size]])
     # Dynamic programming over cut positions: cost[i] is the minimum for the first i places, and
     # last_cut[i] the place where the last micro-batch of that minimum begins.
@@ -510,7 +511,7 @@ class Clock:
         self.device = world.device
         self.start_time = time.perf_counter() - seconds_before
         self.phase = ""
-        self.last = 0.0  # when it began
+        self.phase_start = 0.0
         self.seconds: dict[str, float] = defaultdict(float)
         self.start()
 
@@ -520,14 +521,14 @@ class Clock:
 
     def begin(self, phase: str) -> None:
         """Begin a phase, which ends the one before; "" for none."""
-        # It waits for the GPU, which works on after a call has returned. What a phase has freed is
-        # still torch's then.
+        # `memory_gb` waits for the GPU, which works on after a call has returned. It still counts
+        # what the phase has freed, as torch keeps that memory.
         self.peak_memory_gb = max(self.peak_memory_gb, memory_gb(self.device))
         now = time.perf_counter()
         if self.phase:
-            self.seconds[self.phase] += now - self.last
+            self.seconds[self.phase] += now - self.phase_start
         self.phase = phase
-        self.last = now
+        self.phase_start = now
 
     def total(self) -> float:
         """Return the seconds since the run began, those before a resume included."""
@@ -568,7 +569,7 @@ class Sums:
         self.largest: dict[str, Tensor] = {}
 
     def add(self, mask: Tensor | None = None, **tensors: Tensor) -> None:
-        """Add numbers, or with a mask the entries of tensors, all of its shape, where it is set."""
+        """Add numbers by name; with a mask, the sum of each tensor of its shape where it is set."""
         for name, x in tensors.items():
             if mask is not None:
                 x = torch.where(mask, x, 0.0).sum()
