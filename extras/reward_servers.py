@@ -21,6 +21,7 @@ class ServerSource(Source):
     """
 
     most = 32  # responses in a request
+    LARGEST = 1 << 24  # bytes of an answer, once it is decompressed
     PAUSES = (0, 2, 4, 8, 16, 0)  # seconds after each try that fails
 
     async def load(self) -> None:
@@ -80,10 +81,15 @@ class ServerSource(Source):
         async with aiohttp.request(
             method, url, data=content, headers=headers, timeout=limit, allow_redirects=False
         ) as answer:
-            text = await answer.text(errors="replace")
+            body = bytearray()
+            async for part in answer.content.iter_any():
+                body += part
+                if len(body) > self.LARGEST:
+                    raise ValueError(f"the answer is longer than {self.LARGEST} bytes")
         if answer.status == 200:
-            return json.loads(text)
+            return json.loads(body)
         may_help = answer.status in (408, 429) or answer.status >= 500
+        text = body.decode(errors="replace")
         raise (OSError if may_help else ValueError)(f"HTTP status {answer.status}: {text}")
 
 

@@ -13,18 +13,21 @@ chat template included: who writes it can write the template's tokens, too.
 docs/data_and_rewards.md has the key, the statuses and GET /health.
 """
 
+import asyncio
 import contextlib
+import json
 import math
+import resource
 import socket
 from types import SimpleNamespace
 from typing import Iterator, Literal
+from weakref import WeakValueDictionary
 
 import repository  # noqa: F401
-import uvicorn
-from fastapi import FastAPI, HTTPException
+from aiohttp import web
 from pydantic import BaseModel, model_validator
 from pydantic.dataclasses import dataclass
-from server_key import CheckKey, require_key
+from server_key import has_key, require_key
 from yarl import URL
 
 import utils
@@ -35,6 +38,12 @@ from plumbing.data.messages import read_messages
 from plumbing.models import loading
 from plumbing.rewards import sources
 from plumbing.run.ranks import report_errors
+
+LARGEST_BODY = 1 << 26  # bytes of a request
+PART = 32  # responses of a request that are scored together
+PARTS = 4  # of a client that are scored at the same time
+# Connections that wait for the rest of a request; for a further one the oldest of them is closed.
+MOST_WAITING = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
 
 
 @dataclass
@@ -94,11 +103,28 @@ class Scorer:
         self.weights = sources.reward_weights(args)
         # Whether 1 or more is a right response, as by a single verifier of weight 1.
         self.verifies = self.weights == (1,) and bool(self.reward_sources.verifiers)
+        self.turns: WeakValueDictionary = WeakValueDictionary()  # a semaphore by client
 
-    def score(self, request: Request) -> list[float | None]:
-        """Return a score for each response, None where a source has none."""
+    async def answer(self, request: Request, client: str) -> list[float | None]:
+        """Return the scores of a request.
+
+        A request is scored part by part, and each part waits for a turn of its client: so no
+        request waits for all of another one, and no client for all requests of another one. Once
+        this is cancelled, as the client has left, no part begins.
+        """
+        places = range(len(request.src))
+        size = max(len(places), 1) if self.reward_sources.whole else PART
+        turn = self.turns.setdefault(client, asyncio.Semaphore(PARTS))
+        scores: list[float | None] = []
+        for i in places[::size]:
+            async with turn:
+                scores += await asyncio.to_thread(self.score, request, places[i : i + size])
+        return scores
+
+    def score(self, request: Request, places: range) -> list[float | None]:
+        """Return the scores of some responses, None where a source has none."""
         scoring = sources.Scoring(self.reward_sources, lambda: False)
-        for i in range(len(request.src)):
+        for i in places:
             scoring.add(i, self.sample(request, i))
         scores = []
         for sample in scoring.finish():
@@ -125,24 +151,44 @@ class Scorer:
         return SimpleNamespace(row=row, text=request.response[i], response=[])
 
 
-def make_app(scorer: Scorer) -> FastAPI:
-    app = FastAPI()
-    app.add_middleware(CheckKey, variable="REWARD_API_KEY")
+async def serve(scorer: Scorer, listener: socket.socket) -> None:
+    """Answer the requests that arrive at a socket, without end."""
+    busy = set()  # connections with a request that has come whole
 
-    @app.post("/")
-    def score(request: Request) -> dict:
+    async def score(request: web.Request) -> web.Response:
+        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+        if not has_key(given, "REWARD_API_KEY"):
+            raise web.HTTPUnauthorized(text="REWARD_API_KEY is not the one of the server")
+        body = await request.read()
+        busy.add(request.protocol)
         try:
-            scores = scorer.score(request)
+            scores = await scorer.answer(Request.model_validate(json.loads(body)), request.remote)
         except utils.UserError as error:
-            raise HTTPException(400, str(error)) from error
-        return {"error_code": 0, "error_msg": "Success", "score": scores}
+            raise web.HTTPBadRequest(text=str(error)) from error
+        except (ValueError, RecursionError) as error:
+            reason = f"{type(error).__name__}: {error}"[:1000]
+            raise web.HTTPUnprocessableEntity(text=reason) from error
+        finally:
+            busy.remove(request.protocol)
+        return web.json_response({"error_code": 0, "error_msg": "Success", "score": scores})
 
-    @app.get("/health")
-    async def health() -> dict:
+    async def health(_) -> web.Response:
         kind = {"verifies": scorer.verifies, "whole": scorer.reward_sources.whole}
-        return {"status": "ok", "reward": scorer.args.reward, **kind}
+        return web.json_response({"status": "ok", **kind})
 
-    return app
+    def connect() -> asyncio.Protocol:
+        waiting = [x for x in runner.server.connections if x not in busy]
+        for connection in waiting[:-MOST_WAITING]:
+            connection.force_close()
+        return runner.server()
+
+    app = web.Application(client_max_size=LARGEST_BODY)
+    app.add_routes([web.post("/", score), web.get("/health", health)])
+    # The handler of a client that has left is cancelled.
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
+    await runner.setup()
+    server = await asyncio.get_running_loop().create_server(connect, sock=listener)
+    await server.serve_forever()
 
 
 def main(args: Args) -> None:
@@ -152,12 +198,10 @@ def main(args: Args) -> None:
         # Clients wait until models are loaded.
         listener = socket.create_server((args.host, args.port), family=family)
     scorer = Scorer(args, utils.setup_processes())
-    app = make_app(scorer)
-    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=3)
     url = URL.build(scheme="http", host=args.host, port=listener.getsockname()[1])
     print(f"{' '.join(args.reward)} at {url}", flush=True)
     with contextlib.suppress(KeyboardInterrupt):
-        uvicorn.Server(config).run(sockets=[listener])
+        asyncio.run(serve(scorer, listener))
 
 
 if __name__ == "__main__":

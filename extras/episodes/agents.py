@@ -44,6 +44,8 @@ FIXED = {
     "skip_special_tokens": (True,),
     **dict.fromkeys(("n", "best_of", "top_p", "repetition_penalty", "length_penalty"), (1,)),
 }
+# Of a request: text has fewer, and its JSON, too.
+BYTES_A_TOKEN = 64
 
 
 @dataclass(eq=False)
@@ -66,7 +68,9 @@ class Agents(Conversations):
         longest = args.max_prompt_length + args.max_response_length
         self.longest = min(longest, positions_of(args.model))
         # By the tools of a request, JSON.
-        self.template_of = functools.cache(lambda tools: self.template_with(json.loads(tools)))
+        self.template_of = functools.lru_cache(1000)(
+            lambda tools: self.template_with(json.loads(tools))
+        )
 
     async def _converse(self, conversation: Conversation, sample_turn: Callable) -> None:
         """Have the agent make a response."""
@@ -75,7 +79,11 @@ class Agents(Conversations):
         async def chat(request: web.Request) -> web.Response:
             turn = Turn()
             turns.append(turn)
-            body = await request.read()  # of which the rest may never come
+            try:
+                body = await request.read()  # of which the rest may never come
+            except web.HTTPRequestEntityTooLarge:
+                turns.remove(turn)
+                raise
             try:
                 return await self._answer(body, turn, turns, sample)
             except Exception as error:  # of any type: a template may raise it
@@ -120,6 +128,10 @@ class Agents(Conversations):
             turn: one of `turns`, which are all of the response; its fields are set.
             sample: see `Conversations.sample`.
         """
+        if len(body) > BYTES_A_TOKEN * self.longest:  # before anything reads it, which takes long
+            raise ValueError(
+                f"the request has {len(body)} bytes, over {BYTES_A_TOKEN} for each of {self.longest} tokens"
+            )
         args = copy.copy(self.args)
         asked = {name: x for name, x in json.loads(body).items() if x is not None}
         for name, value in asked.items():
@@ -130,7 +142,7 @@ class Agents(Conversations):
             raise ValueError(f"a response has at most --max_turns {args.max_turns} requests")
         messages = plain(asked["messages"])
         tools = json.dumps(asked.get("tools", []))
-        prompt = self._prompt(messages, tools, turns)
+        prompt = await asyncio.to_thread(self._prompt, messages, tools, turns)
         room = min(args.max_response_length, self.longest - len(prompt))
         length = int(min(room, asked.get("max_completion_tokens", asked.get("max_tokens", room))))
         args.temperature = min(args.temperature, asked.get("temperature", args.temperature))
@@ -166,9 +178,9 @@ class Agents(Conversations):
                 for i, x in enumerate(functions)
             ]
         turn.messages = [*messages, *plain([message])]
-        turn.tools = tools
         turn.tokens = tokens
         turn.outputs = outputs
+        turn.tools = tools  # last: by it another thread finds the turn
         return completion(turn, message, reason, args.model, asked.get("stream"))
 
     def _prompt(self, messages: list[dict], tools: str, turns: list[Turn]) -> list[int]:

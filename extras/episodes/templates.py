@@ -19,7 +19,7 @@ import yaml
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
 from extras.episodes.tool_processes import EnvironmentFailure
-from plumbing.data.encoding import Text, encode_texts, guarded
+from plumbing.data.encoding import CUT, Text, encode_texts, guarded
 from plumbing.data.rendering import for_template, shown
 from utils import first_line, warn
 
@@ -98,7 +98,7 @@ class TurnTemplate:
         name = self.schemas[0]["function"]["name"]
         before = self._render([QUESTION])
         prompt = self._render([QUESTION], prompt=True)
-        if name not in prompt:
+        if name not in prompt.replace(CUT, ""):
             raise ValueError(f"does not show tools; {other}")
         text = self._render([QUESTION, self._turn([{"role": "tool", "name": name}])])
         text = text[len(os.path.commonprefix([text, before])) :]
@@ -161,7 +161,10 @@ class TurnTemplate:
         if not self.has_template:
             return "".join(message["content"] for message in messages)
         return self.tokenizer.apply_chat_template(
-            messages, self.schemas, tokenize=False, add_generation_prompt=prompt
+            messages,
+            guarded(self.schemas, self.tokenizer),
+            tokenize=False,
+            add_generation_prompt=prompt,
         )
 
     def _after_turn(self, messages: list[dict]) -> str:

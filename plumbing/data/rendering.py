@@ -146,7 +146,7 @@ def apply_template(
     """
     return tokenizer.apply_chat_template(
         guarded(for_template(messages, tokenizer), tokenizer),
-        tools,
+        guarded(tools, tokenizer),
         tokenize=False,
         add_generation_prompt=prompt,
     )
@@ -226,7 +226,7 @@ def shown(
         for number, turn in enumerate(turns, 1):
             if not all(occurs(part, found) for part in said(turn)):
                 raise ValueError(f"does not show turn {number}, of {turn['role']}")
-    if not all(occurs(tool["function"]["name"], text) for tool in tools or ()):
+    if not all(occurs(tool["function"]["name"], found) for tool in tools or ()):
         raise ValueError("does not show tools")
     return text
 
