@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import threading
 import types
 
 import numpy as np
@@ -204,6 +205,13 @@ for options, words in refused:
         assert words in error.body["message"], error
     else:
         raise AssertionError(options)
+for length, status in (40_000, 400), (1 << 25, 413):
+    try:
+        ask(user("x" * length))
+    except openai.APIStatusError as error:
+        assert error.status_code == status and (status == 413 or "over 64 for each" in str(error))
+    else:
+        raise AssertionError(length)
 """
 )
 
@@ -218,6 +226,16 @@ def test_what_the_api_offers(play):
     assert [request["length"] for request in asked][1] == 1
     trained = sorted(len(ids) for _, ids in contexts_of(one))
     assert trained == [0, 1, *[3] * 7]
+
+
+def test_prompts_are_made_beside_the_event_loop(play, monkeypatch):
+    """Else a long one stops all agents. (The loop runs in the main thread here.)"""
+    threads = []
+    prompt = Agents._prompt
+    spy = lambda *given: threads.append(threading.current_thread()) or prompt(*given)
+    monkeypatch.setattr(Agents, "_prompt", spy)
+    play("ask(user('x'))")
+    assert threads and threading.main_thread() not in threads
 
 
 def test_reported_requests(tokenizer_of, tmp_path, monkeypatch):

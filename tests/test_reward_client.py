@@ -5,6 +5,7 @@ told.
 import asyncio
 import collections
 import contextlib
+import gzip
 import json
 import math
 import re
@@ -21,6 +22,7 @@ from tiny_models import make_tokenizer
 from extras import reward_servers
 from plumbing.rewards.sources import RewardSources
 
+BOMB = gzip.compress(b" " * (1 << 25))
 JUDGE = str(ROOT / "scripts/train/group_judge.py:score")
 
 
@@ -209,6 +211,7 @@ def test_reference_answers_and_other_columns(serve):
         (says([1.0] * 32, error_code=500, error_msg="the judge is away"), "the judge is away"),
         (lambda question, count: (200, {"score": [1.0] * 32}, {}), "error_code"),
         (lambda question, count: (200, b"<html>\nhello</html>", {}), "JSON"),
+        (lambda question, count: (200, BOMB, {"Content-Encoding": "gzip"}), "longer than"),
         (lambda question, count: (307, b"", {"Location": "http://127.0.0.2:9"}), "status 307"),
         (
             lambda question, count: (400, {"error_code": 400, "error_msg": "entry 3 is empty"}, {}),

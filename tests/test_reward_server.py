@@ -1,11 +1,15 @@
-"""scripts/reward_server.py: its application in this process, and a server as a user starts it."""
+"""scripts/reward_server.py: servers in this process, and one as a user starts it."""
 
+import asyncio
+import contextlib
 import json
 import math
 import signal
+import socket
 import threading
 import time
 import types
+import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -13,8 +17,6 @@ import helpers
 import pytest
 import reward_server
 import transformers
-import uvicorn
-from fastapi.testclient import TestClient
 from helpers import scores_by
 from tiny_models import CPU, make_tokenizer
 from tokenizers.processors import TemplateProcessing
@@ -42,48 +44,39 @@ def count(completions, turns=None):
 
 
 class Server:
-    """The application of a server."""
+    """A server that answers until the tests end."""
 
     def __init__(self, **values):
         values = {"precision": "float64", "micro_batch_tokens": 50, "timeout": 2.0, **values}
-        self.args = reward_server.Args(**values)
-        self.scorer = reward_server.Scorer(self.args, utils.World(0, 1, CPU))
-        self.app = reward_server.make_app(self.scorer)
-        self.client = TestClient(self.app)
+        self.scorer = reward_server.Scorer(reward_server.Args(**values), utils.World(0, 1, CPU))
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.address = listener.getsockname()
+        self.url = "http://127.0.0.1:{}".format(self.address[1])
+        work = [reward_server.serve(self.scorer, listener)]
+        threading.Thread(target=asyncio.run, args=work, daemon=True).start()
 
-    def post(self, body, **headers) -> tuple[int, dict]:
+    def ask(self, path: str, body: bytes | None = None) -> tuple[int, dict | str]:
         """HTTP status and answer."""
-        content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        answer = self.client.post(
-            "/", content=content, headers={"Content-Type": "application/json", **headers}
-        )
-        return answer.status_code, answer.json()
+        try:
+            with urllib.request.urlopen(self.url + path, body, timeout=60) as answer:
+                return answer.status, json.load(answer)
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    def post(self, body) -> tuple[int, dict | str]:
+        return self.ask("/", body if isinstance(body, bytes) else json.dumps(body).encode())
 
     def scores(self, src: list, tgt: list, response: list, **more) -> list:
         status, answer = self.post({"src": src, "tgt": tgt, "response": response, **more})
-        assert (status, answer["error_code"], answer["error_msg"]) == (200, 0, "Success"), answer
-        assert answer.keys() == {"error_code", "error_msg", "score"}
+        assert status == 200 and answer.keys() == {"error_code", "error_msg", "score"}, answer
+        assert (answer["error_code"], answer["error_msg"]) == (0, "Success")
         return answer["score"]
 
-
-@pytest.fixture
-def listen():
-    """Returns the address of an application that answers until the test ends."""
-    servers = []
-
-    def listen(app) -> str:
-        config = uvicorn.Config(app, port=0, log_level="error")
-        servers.append(uvicorn.Server(config))
-        threading.Thread(target=servers[-1].run, daemon=True).start()
-        end = time.monotonic() + 60
-        while not servers[-1].started:
-            assert time.monotonic() < end, "the server does not start"
-            time.sleep(0.01)
-        return "http://127.0.0.1:{}".format(servers[-1].servers[0].sockets[0].getsockname()[1])
-
-    yield listen
-    for server in servers:
-        server.should_exit = True
+    def send(self, text: str) -> socket.socket:
+        """A connection that has sent a text."""
+        connection = socket.create_connection(self.address, 60)
+        connection.sendall(text.encode())
+        return connection
 
 
 @pytest.fixture(scope="module")
@@ -128,14 +121,10 @@ def servers(folder):
 
 
 def test_health_says_what_is_served(servers, folder):
-    health = lambda name: servers[name].client.get("/health").json()
-    assert health("gsm8k") == {
-        "status": "ok",
-        "reward": ["gsm8k"],
-        "verifies": True,
-        "whole": False,
-    }
-    assert health("model")["reward"] == [str(folder / "model")]
+    """And no path of a file: it is open to all."""
+    health = lambda name: servers[name].ask("/health")[1]
+    assert health("gsm8k") == {"status": "ok", "verifies": True, "whole": False}
+    assert str(folder) not in str(health("model"))
     assert not health("model")["verifies"]
     # 1 or more may be the sum of wrong answers in the right form
     assert not health("mix")["verifies"]
@@ -176,14 +165,14 @@ def test_function_and_columns(servers):
     assert server.scores(["a"], [""], ["x"], columns={"level": [math.nan]}) == [1.01]
 
 
-def test_whole_groups_and_conversations(servers, listen):
+def test_whole_groups_and_conversations(servers):
     """A run sends all of its responses in one request, and conversations, of which a verifier reads
     the last turn.
     """
-    url = listen(servers["whole"].app)
+    url = servers["whole"].url
     args = types.SimpleNamespace(reward=(url,), timeout=60.0, reward_workers=1)
     reward_sources = RewardSources(args)
-    assert reward_sources.whole and servers["whole"].client.get("/health").json()["whole"]
+    assert reward_sources.whole
     rows = [{"prompt": "p", "answer": "4", "columns": {}, "messages": None}] * 50
     score = lambda rows: helpers.scores_by(reward_sources, rows, ["1"] * 50, [[1]] * 50)[url]
     assert score(rows) == [50.0] * 50
@@ -238,9 +227,9 @@ def test_a_prompt_goes_through_the_template_once(servers):
 
 
 @pytest.mark.parametrize("name", ["model", "bos"])
-def test_scores_are_those_of_a_reward_model_in_the_run_itself(servers, listen, folder, name):
+def test_scores_are_those_of_a_reward_model_in_the_run_itself(servers, folder, name):
     """From data as it is read, through a template or without one, to the scores of `Rewards`."""
-    url = listen(servers[name].app)
+    url = servers[name].url
     model = str(folder / name)
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     args = reward_server.Args(reward=(url, model), micro_batch_tokens=1000)
@@ -267,7 +256,9 @@ def test_scores_are_those_of_a_reward_model_in_the_run_itself(servers, listen, f
 @pytest.mark.parametrize(
     "name, body, status, says",
     [
-        ("gsm8k", b'{"src": [', 422, "JSON decode error"),
+        ("gsm8k", b'{"src": [', 422, "JSONDecodeError"),
+        ("gsm8k", b"[" * 100_000, 422, "RecursionError"),
+        ("gsm8k", {"src": [1] * 9999, "tgt": [], "response": []}, 422, "src.0"),
         ("gsm8k", {"src": ["a"], "tgt": ["b"]}, 422, "Field required"),
         (
             "gsm8k",
@@ -297,7 +288,7 @@ def test_scores_are_those_of_a_reward_model_in_the_run_itself(servers, listen, f
 )
 def test_malformed_requests(servers, name, body, status, says):
     code, answer = servers[name].post(body)
-    assert code == status and says in str(answer["detail"]) and "score" not in answer
+    assert code == status and says in answer and len(answer) <= 1000
     assert servers[name].scores([], [], []) == []  # and goes on
 
 
@@ -311,6 +302,85 @@ def test_a_source_that_fails(servers, capsys):
 
 
 # ---- many at once --------------------------------------------------------------------------------
+
+
+def test_no_client_waits_for_all_of_another_one(servers, monkeypatch):
+    """Nor a request for all of another one: one waits with a part only, a client with a few."""
+    scorer = servers["gsm8k"].scorer
+    parts = []
+    end = threading.Event()
+
+    def score(request, places):
+        parts.append((request.src[0], len(places)))
+        assert request.src[0] == "b" or end.wait(60)
+        return [1.0] * len(places)
+
+    monkeypatch.setattr(scorer, "score", score)
+    ask = lambda name, count: scorer.answer(
+        reward_server.Request(**dict.fromkeys(("src", "tgt", "response"), [name] * count)), name
+    )
+
+    async def all_of_them():
+        others = [asyncio.create_task(ask("a", 100)) for _ in range(6)]
+        await asyncio.sleep(0)
+        assert await ask("b", 1) == [1] and set(parts) == {("a", 32), ("b", 1)}
+        assert parts.count(("a", 32)) <= 4
+        end.set()
+        assert await asyncio.gather(*others) == [[1] * 100] * 6
+
+    asyncio.run(all_of_them())
+    assert sorted(parts) == [("a", 4)] * 6 + [("a", 32)] * 18 + [("b", 1)]
+
+
+def test_a_client_that_has_left(servers, monkeypatch):
+    """The part of its request that is scored ends, no other one begins."""
+    server = servers["gsm8k"]
+    parts = []
+    begun, end = threading.Event(), threading.Event()
+
+    def score(request, places):
+        parts.append(len(places))
+        begun.set()
+        assert end.wait(60)
+        return [1.0] * len(places)
+
+    monkeypatch.setattr(server.scorer, "score", score)
+    body = json.dumps(dict.fromkeys(("src", "tgt", "response"), ["a"] * 100))
+    client = server.send(f"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n{body}")
+    assert begun.wait(60)
+    client.close()
+    while server.scorer.turns:  # until the server has noticed
+        time.sleep(0.01)
+    end.set()
+    assert server.scores(["a"], ["a"], ["a"]) == [1] and parts == [32, 1]
+
+
+def test_connections_that_send_no_end(servers, monkeypatch):
+    """The oldest are closed, so others are answered."""
+    monkeypatch.setattr(reward_server, "MOST_WAITING", 8)
+    server = servers["gsm8k"]
+    head = "GET /health HTTP/1.1\r\nHost: a\r\n"
+    begun = ["", "GET", head, "POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{"] * 5
+    half = [server.send(text) for text in begun]
+    for _ in range(2):
+        assert server.ask("/health")[0] == 200
+    assert [connection.recv(1) for connection in half[:12]] == [b""] * 12
+    half[-2].sendall(b"\r\n")
+    assert half[-2].recv(15) == b"HTTP/1.1 200 OK"
+
+
+def test_what_is_too_long(monkeypatch):
+    monkeypatch.setattr(reward_server, "LARGEST_BODY", 1000)
+    server = Server(reward=("gsm8k",))
+    status, answer = server.post({"src": ["x" * 1000], "tgt": ["4"], "response": ["4"]})
+    assert status == 413 and "size 1000 exceeded" in answer
+    endless = server.send("GET /health HTTP/1.1\r\n")
+    answer = b""
+    with contextlib.suppress(ConnectionError):  # it is closed
+        for i in range(1000):
+            endless.sendall(b"A%d: %s\r\n" % (i, b"b" * 1000))
+        answer = endless.recv(12)
+    assert answer in (b"", b"HTTP/1.1 400")
 
 
 def test_rows_that_hang_do_not_hold_up_other_requests():
@@ -344,7 +414,7 @@ def test_a_server_with_a_key(monkeypatch):
         assert run.out.startswith("exact at http://[::1]:")
         url = run.out.split()[-1]
         with urllib.request.urlopen(f"{url}/health", timeout=60) as answer:
-            assert json.load(answer)["verifies"]
+            assert json.load(answer) == {"status": "ok", "verifies": True, "whole": False}
         rows = [{"prompt": "q", "query": [], "answer": "4", "columns": {}}]
         for key, score in (("a key", 1.0), ("another", math.nan), ("", math.nan)):
             monkeypatch.setenv("REWARD_API_KEY", key)

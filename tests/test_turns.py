@@ -321,6 +321,12 @@ WAYS_IN = {
     "a turn": lambda t, text: helpers.encode_prompt(
         "here", [{"role": "system", "content": text}, USER], t, ""
     )[1],
+    "a tool": lambda t, text: (turns := turns_of(t, [schema("f", **{text: text})])).encode(
+        turns.prompt([USER])
+    ),
+    "a row's tool": lambda t, text: helpers.encode_prompt(
+        "here", [USER], t, "", tools=[schema("f", **{text: text})]
+    )[1],
     "an argument": lambda t, text: helpers.encode_prompt(
         "here",
         [{**CALL, "tool_calls": [{"function": {"name": "f", "arguments": {text: [text]}}}]}, USER],
