@@ -19,9 +19,9 @@ import json
 import math
 import resource
 import socket
+from collections import defaultdict
 from types import SimpleNamespace
 from typing import Iterator, Literal
-from weakref import WeakValueDictionary
 
 import repository  # noqa: F401
 from aiohttp import web
@@ -80,15 +80,8 @@ class Request(BaseModel):
 
     @model_validator(mode="after")
     def one_entry_a_sample(self):
-        given = {
-            "tgt": self.tgt,
-            "response": self.response,
-            "messages": self.messages or self.src,
-            "turns": self.turns or self.src,
-            **self.columns,
-        }
-        for name, column in given.items():
-            if len(column) != len(self.src):
+        for name, column in [*self, *self.columns.items()]:
+            if isinstance(column, list) and len(column) != len(self.src):
                 raise ValueError(f"{name} has {len(column)} entries, src has {len(self.src)}")
         return self
 
@@ -103,35 +96,18 @@ class Scorer:
         self.weights = sources.reward_weights(args)
         # Whether 1 or more is a right response, as by a single verifier of weight 1.
         self.verifies = self.weights == (1,) and bool(self.reward_sources.verifiers)
-        self.turns: WeakValueDictionary = WeakValueDictionary()  # a semaphore by client
-
-    async def answer(self, request: Request, client: str) -> list[float | None]:
-        """Return the scores of a request.
-
-        A request is scored part by part, and each part waits for a turn of its client: so no
-        request waits for all of another one, and no client for all requests of another one. Once
-        this is cancelled, as the client has left, no part begins.
-        """
-        places = range(len(request.src))
-        size = max(len(places), 1) if self.reward_sources.whole else PART
-        turn = self.turns.setdefault(client, asyncio.Semaphore(PARTS))
-        scores: list[float | None] = []
-        for i in places[::size]:
-            async with turn:
-                scores += await asyncio.to_thread(self.score, request, places[i : i + size])
-        return scores
 
     def score(self, request: Request, places: range) -> list[float | None]:
         """Return the scores of some responses, None where a source has none."""
         scoring = sources.Scoring(self.reward_sources, lambda: False)
         for i in places:
             scoring.add(i, self.sample(request, i))
-        scores = []
-        for sample in scoring.finish():
-            numbers = sample.scores.values()  # in the order of --reward
-            total = sum(weight * number for weight, number in zip(self.weights, numbers))
-            scores.append(total if math.isfinite(total) else None)
-        return scores
+        totals = [
+            # The scores are in the order of --reward.
+            sum(weight * score for weight, score in zip(self.weights, sample.scores.values()))
+            for sample in scoring.finish()
+        ]
+        return [total if math.isfinite(total) else None for total in totals]
 
     def sample(self, request: Request, i: int) -> SimpleNamespace:
         """Return an entry of a request as a row of a data set and a response to it."""
@@ -152,17 +128,28 @@ class Scorer:
 
 
 async def serve(scorer: Scorer, listener: socket.socket) -> None:
-    """Answer the requests that arrive at a socket, without end."""
+    """Answer the requests that arrive at a socket, without end.
+
+    A request is scored part by part, and each part waits for a turn of its client: so no request
+    waits for all of another one, and no client for all requests of another one.
+    """
+    turns = defaultdict(lambda: asyncio.Semaphore(PARTS))
     busy = set()  # connections with a request that has come whole
 
     async def score(request: web.Request) -> web.Response:
-        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
-        if not has_key(given, "REWARD_API_KEY"):
+        if not has_key(request.raw_headers, "REWARD_API_KEY"):
             raise web.HTTPUnauthorized(text="REWARD_API_KEY is not the one of the server")
         body = await request.read()
         busy.add(request.protocol)
+        scores = []
         try:
-            scores = await scorer.answer(Request.model_validate(json.loads(body)), request.remote)
+            asked = Request.model_validate(json.loads(body))
+            places = range(len(asked.src))
+            size = sources.Source.most if scorer.reward_sources.whole else PART
+            for i in places[::size]:
+                async with turns[request.remote]:
+                    part = places[i : i + size]
+                    scores.extend(await asyncio.to_thread(scorer.score, asked, part))
         except utils.UserError as error:
             raise web.HTTPBadRequest(text=str(error)) from error
         except (ValueError, RecursionError) as error:
@@ -173,8 +160,8 @@ async def serve(scorer: Scorer, listener: socket.socket) -> None:
         return web.json_response({"error_code": 0, "error_msg": "Success", "score": scores})
 
     async def health(_) -> web.Response:
-        kind = {"verifies": scorer.verifies, "whole": scorer.reward_sources.whole}
-        return web.json_response({"status": "ok", **kind})
+        whole = scorer.reward_sources.whole
+        return web.json_response({"status": "ok", "verifies": scorer.verifies, "whole": whole})
 
     def connect() -> asyncio.Protocol:
         waiting = [x for x in runner.server.connections if x not in busy]
@@ -184,7 +171,7 @@ async def serve(scorer: Scorer, listener: socket.socket) -> None:
 
     app = web.Application(client_max_size=LARGEST_BODY)
     app.add_routes([web.post("/", score), web.get("/health", health)])
-    # The handler of a client that has left is cancelled.
+    # Once a client has left, its `score` is cancelled: the part under way ends, and no other begins.
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
     await runner.setup()
     server = await asyncio.get_running_loop().create_server(connect, sock=listener)

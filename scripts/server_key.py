@@ -19,10 +19,14 @@ def require_key(host: str, variable: str) -> None:
         )
 
 
-def has_key(authorization: bytes, variable: str) -> bool:
-    """Return whether a header has the key in the environment variable, or there is none."""
+def has_key(headers, variable: str) -> bool:
+    """Return whether a request has the key in the environment variable, or there is none.
+
+    `headers`: (name, value) pairs of bytes.
+    """
     key = os.environ.get(variable)
-    return not key or secrets.compare_digest(authorization, f"Bearer {key}".encode())
+    given = {name.lower(): value for name, value in headers}.get(b"authorization", b"")
+    return not key or secrets.compare_digest(given, f"Bearer {key}".encode())
 
 
 class CheckKey:
@@ -36,8 +40,7 @@ class CheckKey:
     async def __call__(self, scope: dict, receive, send) -> None:
         answer = self.app
         if scope["type"] != "lifespan" and scope["path"] != "/health":
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            if not has_key(given, "VLLM_API_KEY"):
+            if not has_key(scope["headers"], "VLLM_API_KEY"):
                 message = "VLLM_API_KEY is not the one of the server"
                 answer = JSONResponse({"error": {"message": message}}, 401)
         await answer(scope, receive, send)

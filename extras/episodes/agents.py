@@ -44,8 +44,7 @@ FIXED = {
     "skip_special_tokens": (True,),
     **dict.fromkeys(("n", "best_of", "top_p", "repetition_penalty", "length_penalty"), (1,)),
 }
-# Of a request: text has fewer, and its JSON, too.
-BYTES_A_TOKEN = 64
+BYTES_A_TOKEN = 64  # of a request at most; text has fewer, and so has its JSON
 
 
 @dataclass(eq=False)
@@ -81,9 +80,9 @@ class Agents(Conversations):
             turns.append(turn)
             try:
                 body = await request.read()  # of which the rest may never come
-            except web.HTTPRequestEntityTooLarge:
+            except web.HTTPRequestEntityTooLarge as error:
                 turns.remove(turn)
-                raise
+                return web.json_response({"error": {"message": error.text}}, status=413)
             try:
                 return await self._answer(body, turn, turns, sample)
             except Exception as error:  # of any type: a template may raise it
@@ -98,7 +97,7 @@ class Agents(Conversations):
 
         sample = functools.partial(sample_turn, conversation)
         path = f"/{secrets.token_urlsafe(16)}/v1"
-        app = web.Application(client_max_size=1 << 24)
+        app = web.Application(client_max_size=BYTES_A_TOKEN * self.longest)
         app.router.add_get(f"{path}/models", models)
         app.router.add_post(f"{path}/chat/completions", chat)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
@@ -128,10 +127,6 @@ class Agents(Conversations):
             turn: one of `turns`, which are all of the response; its fields are set.
             sample: see `Conversations.sample`.
         """
-        if len(body) > BYTES_A_TOKEN * self.longest:  # before anything reads it, which takes long
-            raise ValueError(
-                f"the request has {len(body)} bytes, over {BYTES_A_TOKEN} for each of {self.longest} tokens"
-            )
         args = copy.copy(self.args)
         asked = {name: x for name, x in json.loads(body).items() if x is not None}
         for name, value in asked.items():
