@@ -83,7 +83,8 @@ def play(tokenizer_of, tmp_path_factory):
     def play(*codes: str, says=("ok",), script=grpo, **flags) -> tuple[list[Conversation], Engine]:
         key = str(flags)
         if key not in made:
-            args = script.Args(agent=f"{path}:play", reward=("episode",), **flags)
+            given = {"agent": f"{path}:play", "reward": ("episode",)} | flags
+            args = script.Args(**given)
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(agents, "positions_of", lambda _: 600)
                 stop = tokenizer.convert_tokens_to_ids("<|im_end|>")
@@ -237,19 +238,12 @@ def test_prompts_are_made_beside_the_event_loop(play, monkeypatch):
     assert threads and threading.main_thread() not in threads
 
 
-def test_reported_requests(tokenizer_of, tmp_path, monkeypatch):
+def test_reported_requests(play, tmp_path, monkeypatch):
     """What changes nothing is read; what would, and cannot, is named."""
     monkeypatch.chdir(tmp_path)  # where the agent writes its answers
-    monkeypatch.setattr(agents, "positions_of", lambda _: 600)
-    agent = ROOT / "tests/data/reported/26_agent_requests.py:play"
-    args = grpo.Args(agent=str(agent), reward=("episode",), max_turns=99)
-    tokenizer = tokenizer_of(QWEN25)
-    made = Agents(args, tokenizer, [tokenizer.convert_tokens_to_ids("<|im_end|>")])
-    ended = {}
-    rows = [{"query": [5], "prompt": "", "columns": {}}]
-    engine = Engine(tokenizer, "ok")
-    made.sample(rows, [1], np.array([[7]]), lambda: False, ended.__setitem__, engine)
-    assert not ended[0].error
+    agent = f"{ROOT}/tests/data/reported/26_agent_requests.py:play"
+    [one], _ = play("", agent=agent, max_turns=99)
+    assert not one.error
     answers = json.loads((tmp_path / "agent.log").read_text())
     refused = {name: text for name, (status, text) in answers.items() if status != 200}
     assert refused.keys() == REQUESTS["reported"].keys() and len(answers) == 39
