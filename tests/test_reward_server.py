@@ -147,8 +147,8 @@ def test_a_reference_that_is_missing_scores_nothing(servers):
         ["", None, "  ", "None", "0", 0, 3.5],
         ["", "None", "", "None", "0", "0", "3.5"],
     )
-    assert servers["mix"].scores(*rows)[:3] == [None] * 3
-    assert None not in servers["mix"].scores(*rows)[3:]
+    scores = servers["mix"].scores(*rows)
+    assert scores[:3] == [None] * 3 and None not in scores[3:]
     assert servers["gsm8k"].scores(["q"] * 2, [None, ""], ["#### 1", "#### "]) == [None, None]
     assert servers["judge"].scores(["q"], [None], ["r"]) == [1.01]  # a function may do without
 
@@ -310,9 +310,8 @@ def parts(servers, monkeypatch):
     parts.end.set()
 
 
-def post(prompt: str, count: int) -> str:
-    body = json.dumps(dict.fromkeys(("src", "tgt", "response"), [prompt] * count))
-    return f"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n{body}"
+ROWS = json.dumps(dict.fromkeys(("src", "tgt", "response"), ["a"] * 100))
+POST = f"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: {len(ROWS)}\r\n\r\n{ROWS}"
 
 
 def test_no_client_waits_for_all_of_another_one(servers, parts, monkeypatch):
@@ -320,7 +319,7 @@ def test_no_client_waits_for_all_of_another_one(servers, parts, monkeypatch):
     monkeypatch.setattr(reward_server, "PARTS", 2)
     server = servers["gsm8k"]
     addresses = ["127.0.0.1", *["127.0.0.2"] * 6]
-    others = [server.send(post("a", 100), address) for address in addresses]
+    others = [server.send(POST, address) for address in addresses]
     assert server.scores(["now"], [""], [""]) == [1] and parts.begun.count(("a", 32)) <= 3
     parts.end.set()
     assert [other.recv(15) for other in others] == [b"HTTP/1.1 200 OK"] * 7
@@ -330,7 +329,7 @@ def test_no_client_waits_for_all_of_another_one(servers, parts, monkeypatch):
 def test_a_client_that_has_left(servers, parts):
     """The part of its request that is scored ends, no other one begins."""
     server = servers["gsm8k"]
-    client = server.send(post("a", 100))
+    client = server.send(POST)
     while not parts.begun:
         time.sleep(0.01)
     client.close()
@@ -373,22 +372,20 @@ def test_a_server_with_a_key(monkeypatch):
     values = {"reward": "exact", "host": "::1", "port": 0}
     run = helpers.Running(values, script="reward_server", environment={"REWARD_API_KEY": "a key"})
     try:
-        end = time.monotonic() + 120
         while not run.out.strip():
-            assert run.process.is_alive() and time.monotonic() < end, run.err
+            assert run.process.is_alive(), run.err
             time.sleep(0.1)
         assert run.out.startswith("exact at http://[::1]:")
         url = run.out.split()[-1]
         with urllib.request.urlopen(f"{url}/health", timeout=60) as answer:
             assert json.load(answer) == {"status": "ok", "verifies": True, "whole": False}
         rows = [{"prompt": "q", "query": [], "answer": "4", "columns": {}}]
-        for key, score in (("a key", 1.0), ("another", math.nan), ("", math.nan)):
+        for key in ("a key", "another", ""):
             monkeypatch.setenv("REWARD_API_KEY", key)
             reward_sources = RewardSources(reward_server.Args(reward=(url,)), None)
-            assert scores_by(reward_sources, rows, ["4"], [[]])[url] == [
-                pytest.approx(score, nan_ok=True)
-            ]
-            assert ("HTTP status 401" in reward_sources.sources[url].failure) == math.isnan(score)
+            [score] = scores_by(reward_sources, rows, ["4"], [[]])[url]
+            refused = "HTTP status 401" in reward_sources.sources[url].failure
+            assert refused == math.isnan(score) == (key != "a key")
         run.process.terminate()
         run.process.join(20)
         assert run.process.exitcode == -signal.SIGTERM and "Traceback" not in run.err
