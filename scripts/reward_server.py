@@ -17,7 +17,6 @@ import asyncio
 import contextlib
 import json
 import math
-import resource
 import socket
 from collections import defaultdict
 from types import SimpleNamespace
@@ -42,8 +41,9 @@ from plumbing.run.ranks import report_errors
 LARGEST_BODY = 1 << 26  # bytes of a request
 PART = 32  # responses of a request that are scored together
 PARTS = 4  # of a client that are scored at the same time
-# Connections that wait for the rest of a request; for a further one the oldest of them is closed.
-MOST_WAITING = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
+# Connections that wait for the rest of a request, of which the oldest are closed: half of the file
+# descriptors that a process has by default.
+MOST_WAITING = 512
 
 
 @dataclass
@@ -150,11 +150,9 @@ async def serve(scorer: Scorer, listener: socket.socket) -> None:
                 async with turns[request.remote]:
                     part = places[i : i + size]
                     scores.extend(await asyncio.to_thread(scorer.score, asked, part))
-        except utils.UserError as error:
-            raise web.HTTPBadRequest(text=str(error)) from error
-        except (ValueError, RecursionError) as error:
-            reason = f"{type(error).__name__}: {error}"[:1000]
-            raise web.HTTPUnprocessableEntity(text=reason) from error
+        except (utils.UserError, ValueError, RecursionError) as error:
+            status = 400 if isinstance(error, utils.UserError) else 422
+            return web.Response(text=f"{type(error).__name__}: {error}"[:1000], status=status)
         finally:
             busy.remove(request.protocol)
         return web.json_response({"error_code": 0, "error_msg": "Success", "score": scores})
