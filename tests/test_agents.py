@@ -63,8 +63,8 @@ class Engine:
     async def sample(self, place, query, seed, length, stop_ids, args, interrupted):
         text = self.texts[min(len(self.asked), len(self.texts) - 1)]
         ids = [*self.tokenizer.encode(text), stop_ids[0]][:length]
-        request = dict(query=query, seed=seed, length=length, ids=ids)
-        self.asked.append(request | dict(temperature=args.temperature, stops=args.turn_stop))
+        sampling = dict(temperature=args.temperature, stops=args.turn_stop)
+        self.asked.append(dict(query=query, seed=seed, length=length, ids=ids, **sampling))
         await asyncio.sleep(0.2)
         return ids, {"rollout_logprobs": [-0.5] * len(ids), "further": list(map(float, ids))}
 
@@ -83,8 +83,7 @@ def play(tokenizer_of, tmp_path_factory):
     def play(*codes: str, says=("ok",), script=grpo, **flags) -> tuple[list[Conversation], Engine]:
         key = str(flags)
         if key not in made:
-            given = {"agent": f"{path}:play", "reward": ("episode",)} | flags
-            args = script.Args(**given)
+            args = script.Args(**{"agent": f"{path}:play", "reward": ("episode",)} | flags)
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(agents, "positions_of", lambda _: 600)
                 stop = tokenizer.convert_tokens_to_ids("<|im_end|>")
@@ -178,7 +177,7 @@ def test_other_requests_are_contexts_and_each_turn_trains_once(play):
     [again], engine = play(turned)
     assert {x["seed"] for x in engine.asked} < set(seeds)
     assert '"add"' in engine.tokenizer.decode(engine.asked[-1]["query"])
-    assert {tuple(x["query"]): 0 for x in engine.asked}.keys() == {
+    assert {tuple(x["query"]) for x in engine.asked} == {
         tuple(all_ids[:-3]) for all_ids, _ in contexts_of(again)
     } | {tuple(engine.asked[0]["query"])}
 
