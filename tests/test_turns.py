@@ -321,8 +321,8 @@ WAYS_IN = {
     "a turn": lambda t, text: helpers.encode_prompt(
         "here", [{"role": "system", "content": text}, USER], t, ""
     )[1],
-    "a tool": lambda t, text: (turns := turns_of(t, [schema("f", **{text: text})])).encode(
-        turns.prompt([USER])
+    "a tool": lambda t, text: turns_of(t).encode(
+        turns_of(t, [schema("f", **{text: text})]).prompt([USER])
     ),
     "a row's tool": lambda t, text: helpers.encode_prompt(
         "here", [USER], t, "", tools=[schema("f", **{text: text})]
