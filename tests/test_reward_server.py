@@ -50,7 +50,7 @@ class Server:
         self.scorer = reward_server.Scorer(reward_server.Args(**values), utils.World(0, 1, CPU))
         listener = socket.create_server(("127.0.0.1", 0))
         self.address = listener.getsockname()
-        self.url = "http://127.0.0.1:{}".format(self.address[1])
+        self.url = f"http://127.0.0.1:{self.address[1]}"
         work = [reward_server.serve(self.scorer, listener)]
         threading.Thread(target=asyncio.run, args=work, daemon=True).start()
 
