@@ -13,12 +13,13 @@ import json
 import os
 from datetime import date, timedelta
 from itertools import chain
-from typing import Callable, Sequence
+from typing import Any, Sequence
 
 import numpy as np
 import pyarrow
 import torch.distributed as dist
 import transformers
+from transformers import PreTrainedTokenizerBase
 from xxhash import xxh64_intdigest
 
 from plumbing.data.encoding import encode_texts
@@ -34,7 +35,14 @@ NUMBERS = (*LISTS, "highest", "has_problem", "about")
 to_json = json.JSONEncoder(default=str).encode  # what JSON lacks, such as dates, becomes text
 
 
-def encode_rows(flag: str, name: str, raw, make: Callable, tokenizer, stop_ids: list[int]):
+def encode_rows(
+    flag: str,
+    name: str,
+    raw: Any,
+    make: functools.partial,
+    tokenizer: PreTrainedTokenizerBase,
+    stop_ids: Sequence[int],
+):
     """Return rows from the cache, which are put there if it lacks them.
 
     Args:
@@ -93,7 +101,13 @@ def encode_rows(flag: str, name: str, raw, make: Callable, tokenizer, stop_ids: 
 
 
 def encode_batch(
-    table, indices: list[int], where: str, dataset: str, make: Callable, tokenizer, stop_ids
+    table: pyarrow.Table,
+    indices: list[int],
+    where: str,
+    dataset: str,
+    make: functools.partial,
+    tokenizer: PreTrainedTokenizerBase,
+    stop_ids: Sequence[int],
 ):
     """Return the encoded rows of a batch, a `pyarrow.Table`, as a table of NUMBERS and
     JSON, for `Dataset.map`.
@@ -102,7 +116,9 @@ def encode_batch(
     for at, row in parse(where, table, indices):
         rows += make(at, row)
     texts = [text for row in rows for name in LISTS for text in row.get(name, ())]
-    encoded = zip(texts, encode_texts(texts, tokenizer, stop_ids))
+    # Few at a time: a call for all takes up to a third longer, as it holds more memory.
+    lists = (encode_texts(texts[i : i + 64], tokenizer, stop_ids) for i in range(0, len(texts), 64))
+    encoded = zip(texts, chain.from_iterable(lists))
     made = []
     for row in rows:
         about = xxh64_intdigest(row.pop("about", row["prompt"]).encode()) >> 1
@@ -126,13 +142,13 @@ def as_row(batch: dict) -> dict:
     return {name: [value] for name, value in json.loads(batch["row"][0]).items()}
 
 
-def column(rows, *names: str) -> np.ndarray:
+def column(rows: Any, *names: str) -> np.ndarray:
     """Return one of NUMBERS of some rows, or the sum of several (n,)."""
     table = rows.select_columns(list(names)).with_format("numpy")[:]
     return sum(table[name] for name in names)
 
 
-def check_rows_fit(model: str, rows, names: Sequence[str], flag: str, room: int = 0) -> None:
+def check_rows_fit(model: str, rows: Any, names: Sequence[str], flag: str, room: int = 0) -> None:
     """Raise a UserError if --model cannot read some of LISTS of all rows, the longest with `room`
     more tokens; see `check_fits`.
     """
@@ -140,7 +156,7 @@ def check_rows_fit(model: str, rows, names: Sequence[str], flag: str, room: int 
         check_fits(model, column(rows, "highest").max(), column(rows, *names).max() + room, flag)
 
 
-def leave_out(where: str, rows, kept: np.ndarray, why: str):
+def leave_out(where: str, rows: Any, kept: np.ndarray, why: str):
     """Return the rows where a mask is set; count the others in one line, and raise a UserError if
     none is left.
     """

@@ -7,7 +7,9 @@ a chat template writes such tokens.
 import functools
 import re
 from itertools import chain
-from typing import NamedTuple, Sequence
+from typing import Any, NamedTuple, Sequence
+
+from transformers import PreTrainedTokenizerBase
 
 from utils import UserError, first_line
 
@@ -33,7 +35,9 @@ class Text(NamedTuple):
         return self.text.replace(CUT, "")
 
 
-def encode_texts(texts: Sequence[Text], tokenizer, stop_ids: Sequence[int] = ()) -> list[list[int]]:
+def encode_texts(
+    texts: Sequence[Text], tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int] = ()
+) -> list[list[int]]:
     """Return the token ids of texts; responses end by the first stop token, unless they have one
     there.
 
@@ -76,7 +80,7 @@ def encode_texts(texts: Sequence[Text], tokenizer, stop_ids: Sequence[int] = ())
     return lists
 
 
-def context_of(tokenizer, before: str) -> str:
+def context_of(tokenizer: PreTrainedTokenizerBase, before: str) -> str:
     """Return what to encode before a text that stands behind another one, so that its tokens are
     those of the whole; its own tokens are dropped.
 
@@ -90,14 +94,14 @@ def context_of(tokenizer, before: str) -> str:
 
 
 @functools.cache
-def puts_space(tokenizer) -> bool:
+def puts_space(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Return whether a tokenizer puts a space before a text."""
     tokens = tokenizer.backend_tokenizer.encode("x", add_special_tokens=False).tokens
     return tokens[:1] != [] and tokens[0][0] in "\u2581\u0120"  # of SentencePiece, and of bytes
 
 
 @functools.cache
-def added_texts(tokenizer, own: bool) -> re.Pattern:
+def added_texts(tokenizer: PreTrainedTokenizerBase, own: bool) -> re.Pattern:
     """Return a pattern of the first character of each text that is a token of the added
     vocabulary.
     """
@@ -112,12 +116,12 @@ def added_texts(tokenizer, own: bool) -> re.Pattern:
 
 
 @functools.lru_cache(maxsize=1000)  # each turn of a conversation is rendered several times
-def guarded_text(text: str, tokenizer, own: bool) -> str:
+def guarded_text(text: str, tokenizer: PreTrainedTokenizerBase, own: bool) -> str:
     """Return a text with CUT within what spells a token of the added vocabulary."""
     return added_texts(tokenizer, own).sub(lambda first: first[0] + CUT, text)
 
 
-def guarded(value, tokenizer, own: bool = False):
+def guarded(value: Any, tokenizer: PreTrainedTokenizerBase, own: bool = False):
     """Return a text with CUT within what spells a token of the added vocabulary; of lists and
     objects, all texts.
 

@@ -2,7 +2,7 @@
 
 import json
 import re
-from typing import Annotated, Callable, Literal, NamedTuple, Sequence
+from typing import Annotated, Any, Callable, Literal, NamedTuple, Sequence
 
 from pydantic import Field, TypeAdapter
 
@@ -29,7 +29,7 @@ EXCHANGES = TypeAdapter(list[tuple[str, str]])  # of Alpaca's history
 # ---- prompts: functions (place, row, the value of the column) -> text or messages ----------------
 
 
-def read_messages_or_text(where: str, row: dict, prompt):
+def read_messages_or_text(where: str, row: dict, prompt: Any):
     """Return text or messages as they are; messages may be ShareGPT's turns, and JSON text."""
     if isinstance(prompt, str) and re.match(r"\s*\[\s*\{", prompt):
         prompt = messages_of_text(prompt)
@@ -51,7 +51,8 @@ def messages_of_text(text: str):
 def read_sharegpt_turn(where: str, turn: dict) -> dict:
     """Return a turn of ShareGPT, {"from", "value"}, as a message."""
     others = {name: value for name, value in turn.items() if name not in ("from", "value")}
-    kind, value = turn["from"], turn.get("value")
+    kind = turn["from"]
+    value: Any = turn.get("value")
     message = {"role": ROLES.get(str(kind), kind), **others}
     if kind != "function_call":
         return {**message, "content": value}
@@ -60,12 +61,12 @@ def read_sharegpt_turn(where: str, turn: dict) -> dict:
     return {**message, "tool_calls": calls if isinstance(calls, list) else [calls]}
 
 
-def read_sharegpt(where: str, row: dict, turns):
+def read_sharegpt(where: str, row: dict, turns: Any):
     """Return ShareGPT's turns behind its `system`."""
     return behind(row, [], read_messages_or_text(where, row, turns))
 
 
-def read_alpaca(where: str, row: dict, instruction):
+def read_alpaca(where: str, row: dict, instruction: Any):
     """Return Alpaca's instruction and `input`, behind its `system` and `history`."""
     prompt = read_messages_or_text(where, row, instruction)
     if is_filled(row.get("input")):
@@ -76,7 +77,7 @@ def read_alpaca(where: str, row: dict, instruction):
     return behind(row, history, prompt)
 
 
-def behind(row: dict, turns: list[dict], prompt):
+def behind(row: dict, turns: list[dict], prompt: Any):
     """Return a prompt behind the row's system turn, if it has one, and other turns."""
     if is_filled(row.get("system")):
         turns = [{"role": "system", "content": row["system"]}, *turns]
@@ -85,7 +86,7 @@ def behind(row: dict, turns: list[dict], prompt):
     return turns + prompt if turns else prompt
 
 
-def read_src_and_tgt(where: str, row: dict, src) -> list[dict]:
+def read_src_and_tgt(where: str, row: dict, src: Any) -> list[dict]:
     """Return the turns of PaddleNLP's rows as messages: `src` are the user's and `tgt` the
     assistant's, lists or texts.
 
@@ -150,13 +151,13 @@ def value_at(row: dict, column: str | None):
     """
     if column is None or column in row:
         return row.get(column)
-    value = row
+    value: Any = row
     for part in column.split("."):
         value = value.get(part) if isinstance(value, dict) else None
     return value
 
 
-def is_filled(value) -> bool:
+def is_filled(value: Any) -> bool:
     """Return whether a row has anything in a column: neither null or NaN (pandas' null), nor empty
     or blank.
     """

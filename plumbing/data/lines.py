@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from itertools import chain, islice
-from typing import Iterable, TextIO
+from typing import Any, Iterable, TextIO
 
 import datasets
 import pyarrow
@@ -29,7 +29,7 @@ class Lines(datasets.ArrowBasedBuilder):
         columns = dict.fromkeys((AT, LINE), datasets.Value("string"))
         return datasets.DatasetInfo(features=datasets.Features(columns))
 
-    def _split_generators(self, dl_manager):
+    def _split_generators(self, dl_manager: Any):
         # The library names what it has unpacked by the path alone, which may hold another file now.
         config = dl_manager.download_config
         config.force_extract = config.delete_extracted = True
@@ -38,10 +38,10 @@ class Lines(datasets.ArrowBasedBuilder):
         given = ({"names": files[split], "paths": paths[split]} for split in files)
         return list(map(datasets.SplitGenerator, files, given))
 
-    def _generate_shards(self, names, paths):
+    def _generate_shards(self, names: list[str], paths: list[str]):
         yield from names
 
-    def _generate_tables(self, names, paths):
+    def _generate_tables(self, names: list[str], paths: list[str]):
         files = [name for part in self.config.data_files.values() for name in part]
         folder = os.path.commonprefix(files).rpartition("/")[0]
         for shard, (name, path) in enumerate(zip(names, paths)):

@@ -43,7 +43,7 @@ class Function(Strict):
 
     @field_validator("arguments", mode="before")
     @classmethod
-    def without_arguments(cls, value):
+    def without_arguments(cls, value: Any):
         """Read "", too."""
         return value or {}
 
@@ -56,7 +56,7 @@ class ToolCall(Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def nested(cls, value):
+    def nested(cls, value: Any):
         """Read {"name", "arguments"}, too."""
         is_flat = isinstance(value, dict) and "name" in value
         return {"function": value} if is_flat else value
@@ -76,7 +76,7 @@ class Message(Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def with_content(cls, value):
+    def with_content(cls, value: Any):
         """Give a turn of calls or of a thought alone a content."""
         alone = isinstance(value, dict) and {"tool_calls", *THOUGHTS} & value.keys()
         return {"content": "", **value} if alone else value
@@ -122,14 +122,14 @@ class Message(Strict):
 MESSAGES = TypeAdapter(Annotated[list[Message], Field(min_length=1)])
 
 
-def without_nulls(value):
+def without_nulls(value: Any):
     """Return a value without the keys of objects that are null."""
     if isinstance(value, dict):
         return {name: without_nulls(x) for name, x in value.items() if x is not None}
     return [without_nulls(x) for x in value] if isinstance(value, list) else value
 
 
-def read_messages(where: str, turns, role: str = "user") -> list[Message]:
+def read_messages(where: str, turns: Any, role: str = "user") -> list[Message]:
     """Return messages as they are checked; raise a UserError, with the turn and key, if they are none.
 
     A key that is null counts as none.
@@ -142,7 +142,7 @@ def read_messages(where: str, turns, role: str = "user") -> list[Message]:
     return validate(where, without_nulls(turns), MESSAGES, "turn")
 
 
-def is_turn_of_assistant(messages) -> bool:
+def is_turn_of_assistant(messages: Any) -> bool:
     """Return whether a value is a list of messages of which the last one is the assistant's."""
     last = messages[-1] if isinstance(messages, list) and messages else None
     return isinstance(last, dict) and last.get("role") == "assistant"

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from typing import Any
 
 import numpy as np
 
@@ -46,14 +47,14 @@ def first_prompts(parts: list[tuple], count: int):
     )
 
 
-def take_prompts(rows, position: int, count: int, seed):
+def take_prompts(rows: Any, position: int, count: int, seed: Any):
     """Return the prompts `position ... position + count - 1` of an endless stream of passes, each
     shuffled anew.
     """
     return [rows[i] for i in stream(len(rows), position, count, seed)]
 
 
-def stream(size: int, position: int, count: int, seed):
+def stream(size: int, position: int, count: int, seed: Any):
     """Return the places of the rows that `take_prompts` takes of `size` rows (count,)."""
     orders = [
         pass_order(seed, number, size)
@@ -62,7 +63,7 @@ def stream(size: int, position: int, count: int, seed):
     return np.concatenate(orders)[position % size :][:count]
 
 
-def count_steps(passes: float, rows, size: int) -> int:
+def count_steps(passes: float, rows: Any, size: int) -> int:
     """Return how many steps of `size` rows --passes over the rows make; raise a UserError if they
     make none.
     """
@@ -75,6 +76,6 @@ def count_steps(passes: float, rows, size: int) -> int:
 
 
 @functools.lru_cache(maxsize=4)
-def pass_order(seed, number: int, size: int):
+def pass_order(seed: Any, number: int, size: int):
     """Return the order of the rows in a pass over `size` of them."""
     return generator("prompts", seed, number).permutation(size)

@@ -5,6 +5,7 @@ import os
 from typing import Any
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from plumbing.data.cache import check_rows_fit, column, encode_rows, leave_out
 from plumbing.data.encoding import Text
@@ -21,7 +22,9 @@ SIDES = ("chosen", "rejected")
 TEXTS = ("prompt", "chosen_text", "rejected_text")  # what is shown of a pair
 
 
-def load_train_and_eval_pairs(args, tokenizer, stop_ids: list[int]) -> tuple:
+def load_train_and_eval_pairs(
+    args: Any, tokenizer: PreTrainedTokenizerBase, stop_ids: list[int]
+) -> tuple:
     """Return the pairs to train on, and those to evaluate on, which are never trained on (none with
     --eval_every 0).
     """
@@ -43,7 +46,14 @@ def load_train_and_eval_pairs(args, tokenizer, stop_ids: list[int]) -> tuple:
     return kept, held_out
 
 
-def load_pairs(flag: str, name: str, split: str, tokenizer, stop_ids: list[int], args):
+def load_pairs(
+    flag: str,
+    name: str,
+    split: str,
+    tokenizer: PreTrainedTokenizerBase,
+    stop_ids: list[int],
+    args: Any,
+):
     """Read preference pairs and encode them, once and for all; those over --max_length are left out
     and reported.
 
@@ -134,7 +144,7 @@ def read_ranked(where: str, row: dict) -> dict:
     return {"prompt": prompt, "chosen": responses[chosen], "rejected": responses[1 - chosen]}
 
 
-def read_side(where: str, name: str, response, prompt: list[Message]) -> list[Message]:
+def read_side(where: str, name: str, response: Any, prompt: list[Message]) -> list[Message]:
     """Return a response behind its prompt.
 
     Args:
@@ -154,7 +164,7 @@ def read_side(where: str, name: str, response, prompt: list[Message]) -> list[Me
     return prompt + turns if turns[0].role == "assistant" else turns
 
 
-def is_number(value) -> bool:
+def is_number(value: Any) -> bool:
     """Return whether a value of a file is a number that float32 can hold; true and false are not
     numbers.
     """

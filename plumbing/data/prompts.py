@@ -6,9 +6,10 @@ import re
 import reprlib
 import zlib
 from types import SimpleNamespace
-from typing import Callable, Sequence
+from typing import Any, Callable, Sequence
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from plumbing.data.cache import check_rows_fit, column, encode_rows, leave_out
 from plumbing.data.formats import (
@@ -33,10 +34,10 @@ SHORT.maxstring = 150
 
 
 def load_train_and_eval(
-    args,
-    tokenizer,
+    args: Any,
+    tokenizer: PreTrainedTokenizerBase,
     why_unscorable: Callable,
-    conversations=None,
+    conversations: Any = None,
     learn: Learn = "",
     stop_ids: Sequence[int] = (),
 ) -> tuple:
@@ -70,7 +71,7 @@ def load_train_and_eval(
     return train, held_out
 
 
-def without(where: str, train, held_out):
+def without(where: str, train: Any, held_out: Any):
     """Return the rows to train on without those whose prompts are evaluated on, unless that leaves
     none.
     """
@@ -83,7 +84,7 @@ def without(where: str, train, held_out):
     return leave_out(where, train, kept, "whose prompts are evaluated on")
 
 
-def check_responses_fit(args, rows) -> None:
+def check_responses_fit(args: Any, rows: Any) -> None:
     """Raise a UserError if the model cannot read all prompts, the longest with a response of
     --max_response_length.
     """
@@ -95,10 +96,10 @@ def load_prompts(
     flag: str,
     name: str,
     split: str,
-    tokenizer,
-    args,
+    tokenizer: PreTrainedTokenizerBase,
+    args: Any,
     why_unscorable: Callable,
-    conversations=None,
+    conversations: Any = None,
     learn: Learn = "",
     stop_ids: Sequence[int] = (),
     held_out: bool | None = None,
@@ -133,7 +134,7 @@ def load_prompts(
     )
     for part, raw, weight in read_parts(flag, name, split):
         where = f"{flag} {part}"
-        find = functools.partial(find_column, where, rows=first_rows(where, raw))
+        find: Callable = functools.partial(find_column, where, rows=first_rows(where, raw))
         response = find("response", named) if learns_turns or named else None
         kind = "conversation" if learns_turns and not response else "prompt"
         columns = Columns(
@@ -206,7 +207,7 @@ def make_prompts(
     rendering: Rendering,
     learn: Learn,
     span: tuple[float, float],
-    sources,
+    sources: Any,
     why_unscorable: Callable,
 ) -> list[dict]:
     """Return what a run needs of a row of a data set, for `encode_rows`.
@@ -258,7 +259,9 @@ def make_prompts(
     return join_turns(made, stop) if learn == "conversations" else made
 
 
-def turns_to_learn(at: str, messages: list[Message], response) -> tuple[list[Message], list[int]]:
+def turns_to_learn(
+    at: str, messages: list[Message], response: Any
+) -> tuple[list[Message], list[int]]:
     """Return the conversation of a row, and the places of the turns of the assistant that are to be
     learned: of the response, if it is text or messages, else of the prompt.
 

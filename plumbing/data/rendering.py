@@ -9,6 +9,7 @@ import re
 from typing import Any, Callable, Sequence
 
 from pydantic import Json, TypeAdapter
+from transformers import PreTrainedTokenizerBase
 
 from plumbing.data.encoding import CUT, Text, guarded
 from plumbing.data.formats import is_filled
@@ -24,7 +25,7 @@ class Rendering:
 
     def __init__(
         self,
-        tokenizer,
+        tokenizer: PreTrainedTokenizerBase,
         stop_ids: Sequence[int] = (),
         system_prompt: str = "",
         as_is: bool = False,
@@ -139,7 +140,10 @@ class Rendering:
 
 
 def apply_template(
-    tokenizer, messages: list[dict], tools: list[dict] | None = None, prompt: bool = False
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict],
+    tools: list[dict] | None = None,
+    prompt: bool = False,
 ) -> str:
     """Return messages as the chat template writes them, with CUTs; with the start of the assistant's
     turn for a prompt. A template may raise any exception.
@@ -152,7 +156,7 @@ def apply_template(
     )
 
 
-def for_template(messages: list[dict], tokenizer) -> list[dict]:
+def for_template(messages: list[dict], tokenizer: PreTrainedTokenizerBase) -> list[dict]:
     """Return messages, as `as_messages` gives them, in the form that the chat template reads, see
     `form_of_template`.
     """
@@ -173,7 +177,7 @@ def for_template(messages: list[dict], tokenizer) -> list[dict]:
 
 
 @functools.cache
-def form_of_template(tokenizer, template: str) -> tuple[str, bool, bool]:
+def form_of_template(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[str, bool, bool]:
     """Return which of THOUGHTS a chat template reads, whether it wants arguments of calls as text,
     and whether it wants contents as lists of parts, as those of models that read images do.
     """
@@ -202,8 +206,7 @@ def form_of_template(tokenizer, template: str) -> tuple[str, bool, bool]:
     shows_text, shows_parts = (
         "A-TEXT" in render({"role": "user", "content": content}) for content in ("A-TEXT", parts)
     )
-    wants_parts = shows_parts and not shows_text
-    return next(thoughts, THOUGHTS[0]), wants_text, wants_parts
+    return next(thoughts, THOUGHTS[0]), wants_text, shows_parts and not shows_text
 
 
 def shown(
@@ -244,4 +247,6 @@ def said(message: dict, thoughts: bool = False) -> list[str]:
 def occurs(part: str, text: str) -> bool:
     """Return whether a text has a part, as it is or as JSON, without the space around it."""
     part = part.strip()
-    return part in text or any(json.dumps(part, ensure_ascii=x)[1:-1] in text for x in (0, 1))
+    return part in text or any(
+        json.dumps(part, ensure_ascii=x)[1:-1] in text for x in (False, True)
+    )

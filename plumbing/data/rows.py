@@ -112,7 +112,7 @@ def read_file(name: str):
     return rows
 
 
-def prepare(builder, split: str):
+def prepare(builder: Any, split: str):
     """Return the rows of a split that a builder of `datasets` makes, from its cache if they are
     there; raise ValueError if there are none, or for .parquet files that differ in columns.
     """
@@ -122,7 +122,7 @@ def prepare(builder, split: str):
     try:
         builder.download_and_prepare()
     except datasets.exceptions.DatasetGenerationError as error:
-        files = builder.config.data_files.get(split, ()) if builder.name == "parquet" else ()
+        files = builder.config.data_files.get(split, []) if builder.name == "parquet" else []
         schemas = map(pyarrow.parquet.read_schema, builder.dl_manager.download(files))
         columns = [{f"{field.name}: {field.type}" for field in schema} for schema in schemas]
         for file, other in zip(files, columns):
@@ -173,7 +173,7 @@ def read_data_set(name: str, split: str):
     return prepare(builder, split)
 
 
-def parse(where: str, table, indices: Iterable[int]) -> Iterator[tuple[str, dict]]:
+def parse(where: str, table: Any, indices: Iterable[int]) -> Iterator[tuple[str, dict]]:
     """Yield the place of each row of a `pyarrow.Table`, and the row.
 
     Args:
@@ -195,7 +195,7 @@ def parse(where: str, table, indices: Iterable[int]) -> Iterator[tuple[str, dict
         yield f"{where} row {i + 1}", dict(zip(table.column_names, values))
 
 
-def as_written(value, kind):
+def as_written(value: Any, kind: Any):
     """Return a value of a column of a type as its row had it: a column of Arrow stores values of
     several types as JSON, and gives all objects the same keys, null where they have none.
     """
@@ -213,7 +213,7 @@ def as_written(value, kind):
     return value
 
 
-def first_rows(where: str, rows) -> list[dict]:
+def first_rows(where: str, rows: Any) -> list[dict]:
     """Return the first 1,000 rows of a data set; raise a UserError if there are none."""
     table = rows.with_format("arrow")[:1000]
     first = [row for _, row in parse(where, table, range(1000))]
@@ -239,7 +239,7 @@ ROW = TypeAdapter(dict[str, object])
 ENTRIES = TypeAdapter(list[MixtureEntry])
 
 
-def validate(where: str, value, adapter: TypeAdapter, item: str = "row"):
+def validate(where: str, value: Any, adapter: TypeAdapter, item: str = "row"):
     """Return a value as pydantic reads it; raise a UserError, and the item, field and message of
     pydantic's first error.
 
@@ -250,7 +250,7 @@ def validate(where: str, value, adapter: TypeAdapter, item: str = "row"):
         return adapter.validate_python(value)
     except ValidationError as error:
         first = error.errors()[0]
-        fields = list(first["loc"])
+        fields: list[Any] = list(first["loc"])
         if fields and isinstance(fields[0], int):
             where = f"{where} {item} {fields.pop(0) + 1}"
         raise UserError(f"{': '.join([where, *map(str, fields)])}: {first['msg']}") from None

@@ -31,7 +31,7 @@ def arithmetic(_: str, split: str, size: int) -> list[dict]:
     what `worked_addition` gives}.
     """
     numbers = random.Random(f"arithmetic {split}")
-    rows = []
+    rows: list[dict] = []
     while len(rows) < size:
         first = numbers.randint(100, 999)
         second = numbers.randint(100, 999)
