@@ -256,7 +256,7 @@ class RunLog:
         try:
             from plumbing.run.curves import plot_curves
 
-            plot_curves({"": read_log(self.folder)}, f"{self.folder}/curves.png")
+            plot_curves(read_log(self.folder), f"{self.folder}/curves.png")
         except Exception as error:
             warn(f"{self.folder}/curves.png: {first_line(error)}")
 
