@@ -11,7 +11,6 @@ at once. Numbers are medians over the processes of the median step, the first tw
 
 import math
 import os
-import platform
 import sys
 import tempfile
 import time
@@ -32,6 +31,7 @@ import grpo
 import utils
 from plumbing.data import tasks
 from plumbing.rewards.verifiers import gsm8k
+from plumbing.run.folder import machine
 from plumbing.run.log import read_log
 
 TINY = os.path.join(utils.ROOT, "assets/tiny")
@@ -205,10 +205,8 @@ def report(title: str, runs: dict[str, dict], failed: list[str], output: str) ->
     """Print the table of each case, and where it was measured; write this to a Markdown file if
     there is a name for it; exit with code 1 if some processes failed.
     """
-    cores = f"{platform.machine()}, {os.cpu_count()} cores"
-    device = torch.cuda.get_device_name() if GPU else cores
     tables = "\n\n".join(f"{case}\n{table(of_case)}" for case, of_case in runs.items())
-    text = f"# {title}\n\n{device}, torch {torch.__version__}\n\n```\n{tables}\n```\n"
+    text = f"# {title}\n\n{machine()}, torch {torch.__version__}\n\n```\n{tables}\n```\n"
     print(text)
     if output:
         Path(output).write_text(text)

@@ -218,7 +218,7 @@ def test_results_of_runs(tmp_path):
     assert run["flags"]["model"] == "small"  # no folder of this machine
     assert run["by_step"]["eval/accuracy"] == accuracies and len(accuracies) > 1
     assert run["seconds"] == round(rows[-1]["time/from_scratch"], 1)
-    assert run["medians"]["time/step"] == 3.0 and "cores" in run["machine"]
+    assert run["medians"]["time/step"] == 3.0
 
 
 # ---- what a run says -----------------------------------------------------------------------------
