@@ -2,8 +2,8 @@
 
 The type of a flag holds its range. pydantic checks it; tyro prints what does not fit and exits with
 code 2. What a paper's table of hyperparameters lists is in the scripts, whose `Args` inherit the
-groups that they need. A class of flags may have the methods `rules` and `warnings`, which
-`parse` checks.
+groups that they need. A class of flags may have two methods that `parse` checks: `rules` yields
+the conditions that flags must meet, and `warnings` those without which flags are doubtful.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveInt, TypeAdapte
 from pydantic.dataclasses import dataclass
 
 from plumbing.data import rows
-from utils import UserError, as_user_error, warn
+from utils import UserError, as_user_error, say, warn
 
 # Of a server, such as http://10.0.0.2:8000.
 ADDRESS = r"https?://(\[[\da-fA-F:]+\]|[^\s/:]+)(:\d+)?(/\S*)?"
@@ -37,6 +37,7 @@ Port = Annotated[int, Field(ge=0, lt=2**16)]
 NonEmpty = Annotated[str, Field(min_length=1)]
 Address = Annotated[str, Field(pattern=rf"^{ADDRESS}$")]
 FileMember = Annotated[str, Field(pattern=r"^(.+:\w+)?$")]
+Rules = Iterator[tuple[object, str]]  # conditions, each with what to say if it does not hold
 
 
 def parse(cls: type[Any], line: list[str] | None = None):
@@ -52,25 +53,13 @@ def parse(cls: type[Any], line: list[str] | None = None):
         UserError: for a rule that the flags break.
         SystemExit: with code 2, after tyro's message (printed by one rank of a node).
     """
-    line = sys.argv[1:] if line is None else line
     description = sys.modules[cls.__module__].__doc__
     read = functools.partial(
         tyro.cli, cls, args=line, description=description, use_underscores=True
     )
     silent = os.environ.get("LOCAL_RANK", "0") != "0"  # only the first rank of a node prints
     with contextlib.redirect_stderr(io.StringIO() if silent else sys.stderr):
-        if line[:1] and line[0].endswith((".json", ".yaml")):
-            raise UserError(f"{line[0]}: a file of flags is given by --config {line[0]}")
-        try:
-            args = read()
-        except SystemExit:
-            named = {x[2:].partition("=")[0].replace("-", "_") for x in line if x[:2] == "--"}
-            if {x.removeprefix("no_") for x in named} - {*cls.__dataclass_fields__, "help"}:
-                say = (
-                    "docs/reading_map.md has the flags that TRL's, verl's and PaddleNLP's are here"
-                )
-                print(say, file=sys.stderr)
-            raise
+        args = read()
         config = getattr(args, "config", "")
         values = from_file(cls, config) if config else {}
         if values:
@@ -81,9 +70,7 @@ def parse(cls: type[Any], line: list[str] | None = None):
         if getattr(args, "system_prompt", "") is None:
             known = {} if args.chat_template == "none" else cls.SYSTEM_PROMPTS
             args.system_prompt = known.get(args.reward[0], "")
-            print(
-                f"--system_prompt {args.system_prompt!r}, by --reward {args.reward[0]}", flush=True
-            )
+            say(f"--system_prompt {args.system_prompt!r}, by --reward {args.reward[0]}")
     if config:
         args.config = ""  # its flags are those of the run now, and args.json is a --config itself
     return args
@@ -111,11 +98,8 @@ def check_rules(args: Any) -> None:
             for holds, message in conditions(args):
                 if holds:
                     continue
-                values = [
-                    f"{name} {getattr(args, name)!r}"
-                    for name in re.findall(r"--(\w+)", message)
-                    if hasattr(args, name)
-                ]
+                flags = re.findall(r"--(\w+)", message)
+                values = [f"{x} {getattr(args, x)!r}" for x in flags if hasattr(args, x)]
                 message = f"{message} ({', '.join(values)})"
                 if kind == "rules":
                     raise UserError(message)
@@ -155,8 +139,7 @@ class RunArgs(OutputArgs):
     """Log to Weights & Biases (wandb; WANDB_PROJECT and WANDB_MODE=offline work) or to trackio,
     too."""
 
-    def rules(self: Any) -> Iterator[tuple[object, str]]:
-        """Yield the conditions that flags must meet, each with what to say otherwise."""
+    def rules(self: Any) -> Rules:
         yield not self.keep_best or self.eval_every, "--keep_best requires an --eval_every above 0"
 
 
@@ -242,8 +225,7 @@ class DataArgs(PromptArgs):
     eval_samples: PositiveInt = 4
     """Sampled responses per prompt for accuracy and pass@k, in addition to the greedy one."""
 
-    def rules(self: Any) -> Iterator[tuple[object, str]]:
-        """Yield the conditions that flags must meet, each with what to say otherwise."""
+    def rules(self: Any) -> Rules:
         yield (
             not (self.eval_share and self.eval_dataset),
             "--eval_share and --eval_dataset exclude each other",
@@ -265,17 +247,10 @@ class ScoringArgs:
     """Processes of a rank for built-in rewards, which score while it samples; 0: one for each of
     its share of cores."""
 
-    def rules(self: Any) -> Iterator[tuple[object, str]]:
-        """Yield the conditions that flags must meet, each with what to say otherwise."""
+    def rules(self: Any) -> Rules:
         yield len(set(self.reward)) == len(self.reward), "--reward must not name a source twice"
         yield (
-            all(
-                (
-                    re.fullmatch(ADDRESS, name)
-                    for name in self.reward
-                    if name.startswith(("http://", "https://"))
-                )
-            ),
+            all(re.fullmatch(ADDRESS, x) for x in self.reward if re.match("https?://", x)),
             "--reward: the address of a reward server must be of the form http://10.0.0.2:8000",
         )
 
@@ -286,8 +261,7 @@ class RewardArgs(ScoringArgs):
     """Weight of each reward source in their sum; default: 1 each. A source of weight 0 is only
     measured."""
 
-    def rules(self: Any) -> Iterator[tuple[object, str]]:
-        """Yield the conditions that flags must meet, each with what to say otherwise."""
+    def rules(self: Any) -> Rules:
         yield (
             len(self.reward_weights) in (0, len(self.reward)),
             "--reward_weights must hold one weight for each source of --reward",
@@ -313,8 +287,7 @@ class SamplingArgs:
     repetition_penalty: PositiveFloat = 1.0
     """Divide the logits of tokens seen before; other than 1 it biases training's ratio."""
 
-    def rules(self: Any) -> Iterator[tuple[object, str]]:
-        """Yield the conditions that flags must meet, each with what to say otherwise."""
+    def rules(self: Any) -> Rules:
         yield (
             self.min_response_length <= self.max_response_length,
             "--min_response_length must be at most --max_response_length",
@@ -335,8 +308,7 @@ class RolloutArgs(SamplingArgs):
     vllm_tensor_parallel: PositiveInt = 1
     """Neighbouring ranks that share one vLLM engine."""
 
-    def rules(self: Any) -> Iterator[tuple[object, str]]:
-        """Yield the conditions that flags must meet, each with what to say otherwise."""
+    def rules(self: Any) -> Rules:
         yield (
             (self.rollout_backend == "server") == bool(self.rollout_servers),
             "--rollout_backend server and --rollout_servers require each other",
@@ -356,10 +328,9 @@ class RolloutArgs(SamplingArgs):
             "would meet in it and in training at once",
         )
 
-    def warnings(self: Any) -> Iterator[tuple[object, str]]:
-        """Yield the conditions without which flags are doubtful, each with what to say then."""
+    def warnings(self: Any) -> Rules:
         yield (
-            self.top_p == 1 and self.repetition_penalty == 1 and (self.min_response_length == 0),
+            self.top_p == 1 and self.repetition_penalty == 1 and self.min_response_length == 0,
             "--top_p, --repetition_penalty and --min_response_length bias the ratio: they "
             "change the distribution that is sampled, not the one that is trained",
         )
@@ -384,8 +355,7 @@ class ConversationArgs:
     """Texts that end a turn as a stop token does, such as </search> for a model that continues
     after a call."""
 
-    def rules(self: Any) -> Iterator[tuple[object, str]]:
-        """Yield the conditions that flags must meet, each with what to say otherwise."""
+    def rules(self: Any) -> Rules:
         yield (
             self.environment or self.agent or "episode" not in self.reward,
             "--reward episode requires an --environment or --agent",
@@ -395,7 +365,7 @@ class ConversationArgs:
             "--agent takes the place of --tools and --environment",
         )
         yield (
-            self.tools or self.environment or self.agent or (not self.turn_stop),
+            self.tools or self.environment or self.agent or not self.turn_stop,
             "--turn_stop requires --tools, an --environment or an --agent",
         )
         yield (
@@ -405,8 +375,7 @@ class ConversationArgs:
             "--vllm_tensor_parallel 1",
         )
 
-    def warnings(self: Any) -> Iterator[tuple[object, str]]:
-        """Yield the conditions without which flags are doubtful, each with what to say then."""
+    def warnings(self: Any) -> Rules:
         yield (
             not (self.environment or self.agent) or "episode" in self.reward,
             "--environment and --agent: their rewards do not count without episode in --reward",
@@ -428,15 +397,13 @@ class OptimizerArgs:
     max_grad_norm: PositiveFloat = 1.0
     """Clip the norm of the gradient to this."""
 
-    def rules(self: Any) -> Iterator[tuple[object, str]]:
-        """Yield the conditions that flags must meet, each with what to say otherwise."""
+    def rules(self: Any) -> Rules:
         yield (
             self.min_learning_rate <= self.learning_rate,
             "--min_learning_rate must be at most --learning_rate",
         )
 
-    def warnings(self: Any) -> Iterator[tuple[object, str]]:
-        """Yield the conditions without which flags are doubtful, each with what to say then."""
+    def warnings(self: Any) -> Rules:
         yield (
             not self.lora_rank or self.learning_rate >= 1e-05,
             "--lora_rank: adapters hardly move at a --learning_rate below 1e-5; 1e-5 to "
@@ -449,8 +416,7 @@ class PolicyArgs(OptimizerArgs):
     ref_model: str = ""
     """Reference for the KL penalty; default: --model as it was at the start."""
 
-    def rules(self: Any) -> Iterator[tuple[object, str]]:
-        """Yield the conditions that flags must meet, each with what to say otherwise."""
+    def rules(self: Any) -> Rules:
         yield (
             self.total_episodes >= self.rollout_batch_size * self.group_size,
             "--total_episodes must be at least a step, --rollout_batch_size x --group_size",
@@ -460,7 +426,7 @@ class PolicyArgs(OptimizerArgs):
             "--overlong_buffer must be at most --max_response_length",
         )
         yield (
-            not self.ref_refresh_every or (self.kl_coef and (not self.lora_rank)),
+            not self.ref_refresh_every or (self.kl_coef and not self.lora_rank),
             "--ref_refresh_every requires a reference with weights: --lora_rank 0 and a "
             "--kl_coef above 0",
         )
@@ -474,8 +440,7 @@ class PolicyArgs(OptimizerArgs):
             "to 0 or below",
         )
 
-    def warnings(self: Any) -> Iterator[tuple[object, str]]:
-        """Yield the conditions without which flags are doubtful, each with what to say then."""
+    def warnings(self: Any) -> Rules:
         yield (
             not self.kl_coef
             or (self.kl_in, self.kl_estimator, getattr(self, "kl_weighting", "none"))

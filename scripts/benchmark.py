@@ -1,34 +1,24 @@
 """Measure speed. The first command is the first thing to run on a GPU; with trl==1.16.0 the second:
 
     python scripts/benchmark.py step --output results/training.md
-    python scripts/benchmark.py trl --work demo "long tail" --output results/trl.md
-    python scripts/benchmark.py trl --work bf16 float32 --model path/to/SmolLM2-135M-Instruct --picture bars.png
-    python scripts/benchmark.py scale --output results/scale.md
+    python scripts/benchmark.py trl --work demo "long tail" --output results/trl.md --picture assets/trl.png
+    python scripts/benchmark.py trl --work bf16 float32 --model path/to/SmolLM2-135M-Instruct
     python scripts/benchmark.py step --shape 0.5b 1.5b --minutes 10 --variants "precision pure_bf16" "attention sdpa"
 
 Runs that are compared take turns, each in a process of its own with one thread, and each is printed
 at once. Numbers are medians over the processes of the median step, the first two left out.
 """
 
-import asyncio
-import itertools
-import json
 import math
 import os
-import platform
-import subprocess
 import sys
 import tempfile
 import time
 import zlib
-from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Callable, Sequence
 
 import datasets
-import numpy as np
 import pandas
 import repository  # noqa: F401
 import torch
@@ -36,18 +26,12 @@ import transformers
 import tyro
 import yaml
 from matplotlib.figure import Figure
-from tqdm import tqdm
 
-import distill
 import grpo
 import utils
-from extras.episodes.tool_processes import ToolProcess, ToolProcesses
 from plumbing.data import tasks
-from plumbing.data.prompts import load_train_and_eval
-from plumbing.models.tokenizer import load_tokenizer
-from plumbing.rewards.sources import RewardSources, Scoring, why_unscorable
 from plumbing.rewards.verifiers import gsm8k
-from plumbing.rollout.batch import Batch, Sample
+from plumbing.run.folder import machine
 from plumbing.run.log import read_log
 
 TINY = os.path.join(utils.ROOT, "assets/tiny")
@@ -157,12 +141,12 @@ def random_model(shape: str, folder: str) -> str:
     return folder
 
 
-def compare(cases: dict[str, dict], kinds: list[str], rounds: int, minutes: float) -> tuple:
+def compare(cases: dict[str, tuple], rounds: int, minutes: float) -> tuple:
     """Run each kind on each case in turns, in processes of their own, until the minutes are over;
     print the medians of each at once.
 
     Args:
-        cases: flags of grpo.py by name; a round is their seed.
+        cases: flags of grpo.py, and kinds, by name; a round is their seed.
     Returns:
         {case: {(kind, round): steps}}, without those that have no step that counts, and the names
         of those that failed.
@@ -171,11 +155,17 @@ def compare(cases: dict[str, dict], kinds: list[str], rounds: int, minutes: floa
     failed = []
     os.environ |= ENVIRONMENT
     end = time.monotonic() + 60 * minutes
-    for seed, case, kind in itertools.product(range(1, rounds + 1), cases, kinds):
+    turns = [
+        (seed, case, kind)
+        for seed in range(1, rounds + 1)
+        for case, (_, kinds) in cases.items()
+        for kind in kinds
+    ]
+    for seed, case, kind in turns:
         if (left := end - time.monotonic()) <= 0:
             break
         name = f"{case}, {kind}, round {seed}"
-        flags = {**cases[case], "run_name": name, "seed": seed}
+        flags = {**cases[case][0], "run_name": name, "seed": seed}
         process = get_context("spawn").Process(target=measure, args=(kind, flags))
         process.start()
         process.join(left)
@@ -211,133 +201,17 @@ def table(runs: dict[tuple, pandas.DataFrame]) -> str:
     return f"{text}\n\nratios to {base}, in a round\n{ranges.to_string()}"
 
 
-def row(count: int, folder: str) -> Callable:
-    """Read, check and encode the rows of a file, of the size of GSM8K's, at the first start."""
-    words = "and one more word " * 12
-    rows = [{"prompt": f"{i} {words}", "answer": str(i)} for i in range(count)]
-    return loader(folder, rows, grpo.Args())
-
-
-def cached_row(count: int, folder: str) -> Callable:
-    """Do it at the second start."""
-    load = row(count, folder)
-    load()
-    return load
-
-
-def supervised_turn(count: int, folder: str) -> Callable:
-    """Encode 20 conversations of so many turns of the user and as many of the assistant."""
-    turns = [{"role": role, "content": "a few words"} for role in ("user", "assistant")]
-    rows = [
-        {"messages": [{"role": "system", "content": f"{i}"}] + turns * count} for i in range(20)
-    ]
-    return loader(folder, rows, distill.Args(on_policy_share=0.0), "conversations", [1])
-
-
-def loader(folder: str, rows: list[dict], args, *learned) -> Callable:
-    """Write rows to a file; return what a script does with it."""
-    args.dataset = os.path.join(folder, "rows.jsonl")
-    pandas.DataFrame(rows).to_json(args.dataset, orient="records", lines=True)
-    args.eval_every = 0
-    args.max_prompt_length = args.max_response_length = 4000
-    args.model = random_model("10m", folder)
-    tokenizer = load_tokenizer(args.model)
-    tokenizer.chat_template = TABLE["template"]
-    return lambda: load_train_and_eval(args, tokenizer, why_unscorable, None, *learned)
-
-
-def token(count: int, folder: str) -> Callable:
-    """Make a batch of the responses of an engine, 1,000 tokens each."""
-    given = list(range(1000)), {"rollout_logprobs": [-0.5] * 1000}, True
-    make = lambda: Sample({"query": [1]}, *given, scores={})
-    return lambda: Batch.from_samples([make() for _ in range(count // 1000)], torch.device("cpu"))
-
-
-def code_response(count: int, folder: str) -> Callable:
-    """Run the programs of so many responses."""
-    sources = RewardSources(grpo.Args(reward=("code",)), load_tokenizer(TINY))
-    scoring = Scoring(sources, lambda: False)
-    row = {"prompt": "", "answer": json.dumps({"inputs": ["1\n"], "outputs": ["1\n"]})}
-    text = "```python\nprint(input())\n```"
-
-    def score() -> None:
-        for place in range(count):
-            scoring.add(place, SimpleNamespace(row=row, text=text, response=[1]))
-        scoring.finish()
-
-    return score
-
-
-def conversation(count: int, folder: str) -> Callable:
-    """Start the processes of so many conversations at once."""
-    game = os.path.join(utils.ROOT, "assets/guess/game.py:GuessTheNumber")
-    of_run = ToolProcesses((), game, 60.0)
-    processes = [ToolProcess(of_run, seed) for seed in range(count)]
-
-    async def start() -> None:
-        await asyncio.gather(*(process.ask("reset", {"secret": 1}) for process in processes))
-        for process in processes:
-            process.kill()
-
-    return lambda: asyncio.run(start())
-
-
-def cost(unit: str, count: int, folder: str) -> float:
-    """Return the seconds that so many of a unit take."""
-    datasets.config.HF_DATASETS_CACHE = folder
-    work = globals()[unit](count, folder)
-    begin = time.perf_counter()
-    work()
-    return time.perf_counter() - begin
-
-
-def scale(output: str = "") -> None:
-    """Print what a row, a turn, a token, a response and a conversation cost at several counts, and
-    the exponent by which the seconds grow from one count to the next.
-
-    Args:
-        output: Markdown file to write.
+def report(title: str, runs: dict[str, dict], failed: list[str], output: str) -> None:
+    """Print the table of each case, and where it was measured; write this to a Markdown file if
+    there is a name for it; exit with code 1 if some processes failed.
     """
-    os.environ |= ENVIRONMENT
-    counts = [(unit, count) for unit, counts in TABLE["counts"].items() for count in counts]
-    rows = []
-    for unit, count in tqdm(counts):
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            ProcessPoolExecutor(1, get_context("spawn")) as process,
-        ):
-            rows.append((unit, count, process.submit(cost, unit, count, folder).result()))
-    frame = pandas.DataFrame(rows, columns=["unit", "count", "seconds"])
-    frame["ms per unit"] = 1e3 * frame["seconds"] / frame["count"]
-    logs = np.log(frame[["count", "seconds"]]).groupby(frame["unit"]).diff()
-    frame["exponent"] = logs["seconds"] / logs["count"]
-    report("Scale", frame.to_string(index=False, float_format="{:.4g}".format), output)
-
-
-def report(title: str, text: str, output: str, failed: Sequence[str] = ()) -> None:
-    """Print what was measured, and where; write it to a Markdown file if there is a name for it; exit
-    with code 1 if some processes failed.
-    """
-    cores = f"{platform.machine()}, {os.cpu_count()} cores"
-    device = torch.cuda.get_device_name() if GPU else cores
-    text = f"# {title}\n\n{device}, torch {torch.__version__}\n\n```\n{text}\n```\n"
+    tables = "\n\n".join(f"{case}\n{table(of_case)}" for case, of_case in runs.items())
+    text = f"# {title}\n\n{machine()}, torch {torch.__version__}\n\n```\n{tables}\n```\n"
     print(text)
     if output:
         Path(output).write_text(text)
     if failed:
         sys.exit(f"failed: {'; '.join(failed)}")
-
-
-def predict(flags: dict) -> subprocess.Popen:
-    """Start scripts/memory.py with flags of grpo.py. It follows no rollout of transformers' model:
-    it gets a vLLM with next to no cache.
-    """
-    config = Path(flags["model"], "flags.yaml")
-    config.write_text(yaml.safe_dump({**flags, "rollout_backend": "auto", "kv_cache_gb": 0.001}))
-    command = "scripts/memory.py grpo --no-advice --config".split()
-    return subprocess.Popen(
-        [sys.executable, *command, config], cwd=utils.ROOT, stdout=subprocess.PIPE, text=True
-    )
 
 
 def step(
@@ -363,18 +237,13 @@ def step(
     lengths = {"min_response_length": length, "max_response_length": length}
     # One micro-batch of 16 responses with their prompts.
     flags = {**TABLE["flags"], **lengths, "micro_batch_tokens": 16 * (length + 16)}
+    cases = {}
     with tempfile.TemporaryDirectory() as folder:
-        cases = {
-            name: {**flags, "model": random_model(name, f"{folder}/{name}"), "output_dir": folder}
-            for name in shape
-        }
-        predictions = {name: predict(flags) for name, flags in cases.items()}
-        runs, failed = compare(cases, kinds, rounds, minutes)
-        text = ""
-        for name, prediction in predictions.items():
-            memory = prediction.communicate()[0]
-            text += f"{name}\n{table(runs[name])}\n\nscripts/memory.py, bf16\n{memory}\n"
-    report("Steps", text, output, failed)
+        for name in shape:
+            model = random_model(name, f"{folder}/{name}")
+            cases[name] = {**flags, "model": model, "output_dir": folder}, kinds
+        runs, failed = compare(cases, rounds, minutes)
+    report("Steps", runs, failed, output)
 
 
 def word_problems(path: str) -> str:
@@ -403,9 +272,9 @@ def trl(
         rounds: processes of each, in turns. steps: of each; 0: those of benchmark.yaml.
         model: folder of a chat model.
         output: Markdown file to write.
-        picture: PNG file to write: held-out accuracy over seconds of training, or seconds per step.
+        picture: PNG file to write, of the demo's task: held-out accuracy over seconds of training.
     """
-    runs, failed, text = {}, [], ""
+    cases = {}
     with tempfile.TemporaryDirectory() as folder:
         for name in work:
             flags = {**TABLE["demo"], **TABLE["work"][name], "output_dir": f"{folder}/{name}"}
@@ -421,43 +290,25 @@ def trl(
                 kinds.append("grpo.py --compile")
             if name != "demo":
                 flags["reward"] = (f"{__file__}:parity",)
-            results, failures = compare({name: flags}, kinds, rounds, 1e3)
-            runs |= results
-            failed += failures
-            text += f"{name}, {rounds} rounds\n{table(runs[name])}\n\n"
-    if picture:
-        draw(runs, picture)
-    report("GRPO by TRL and by grpo.py", text, output, failed)
+            cases[name] = flags, kinds
+        runs, failed = compare(cases, rounds, 1e3)
+    if picture and "demo" in runs:
+        draw(runs["demo"], picture)
+    report("GRPO by TRL and by grpo.py", runs, failed, output)
 
 
-def draw(runs: dict[str, dict], picture: str) -> None:
-    """Draw held-out accuracy over seconds of the demo's task alone, else the seconds of a step."""
+def draw(runs: dict[tuple, pandas.DataFrame], picture: str) -> None:
+    """Draw held-out accuracy over seconds of training, a curve per run."""
     axes = Figure(figsize=(7, 3), layout="constrained").subplots()
-    if [*runs] == ["demo"]:
-        for (kind, number), run in runs["demo"].items():
-            curve = run.assign(seconds=run["time/step"].cumsum()).dropna(subset="eval/accuracy")
-            color = {"TRL": "tab:orange"}.get(kind, "tab:blue")
-            label = kind if number == 1 else None
-            axes.plot(curve["seconds"], curve["eval/accuracy"], ".-", color=color, label=label)
-        axes.set(xlabel="seconds of training, one CPU thread", ylabel="held-out accuracy")
-        axes.legend()
-    else:
-        seconds = {
-            (name, kind, number): medians(run)["step, s"]
-            for name, by_kind in runs.items()
-            for (kind, number), run in by_kind.items()
-        }
-        over_rounds = pandas.Series(seconds).groupby(level=[0, 1], sort=False).median()
-        over_rounds.unstack(sort=False).plot.bar(
-            ax=axes, rot=0, color=["tab:orange", "tab:blue", "tab:green"]
-        )
-        axes.set_ylabel("seconds per step, one CPU thread")
-        for bars in axes.containers:
-            # 0 stands for what did not run.
-            axes.bar_label(bars, [f"{x:.3g}" if x else "" for x in bars.datavalues])
-        axes.margins(y=0.1)
+    for (kind, number), run in runs.items():
+        curve = run.assign(seconds=run["time/step"].cumsum()).dropna(subset="eval/accuracy")
+        color = {"TRL": "tab:orange"}.get(kind, "tab:blue")
+        label = kind if number == 1 else None
+        axes.plot(curve["seconds"], curve["eval/accuracy"], ".-", color=color, label=label)
+    axes.set(xlabel="seconds of training, one CPU thread", ylabel="held-out accuracy")
+    axes.legend()
     axes.figure.savefig(picture, dpi=150)
 
 
 if __name__ == "__main__":
-    tyro.extras.subcommand_cli_from_dict({"step": step, "trl": trl, "scale": scale})
+    tyro.extras.subcommand_cli_from_dict({"step": step, "trl": trl})

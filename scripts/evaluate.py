@@ -43,7 +43,7 @@ import math
 import types
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import pandas
 import repository  # noqa: F401
@@ -60,7 +60,6 @@ from plumbing.data.prompts import check_responses_fit, load_prompts
 from plumbing.data.rows import split_of
 from plumbing.models import loading
 from plumbing.models.forward import check_decodes
-from plumbing.models.speed import Decoding
 from plumbing.models.tokenizer import load_tokenizer_and_stop_ids
 from plumbing.rewards.answers import marked_number, stated_text
 from plumbing.rewards.sources import RewardSources, final_turn, why_unscorable
@@ -256,14 +255,12 @@ def main(args: Args) -> None:
 
         engine = Engine(args, world, precision.compute_dtype, load_format="auto")
         model = types.SimpleNamespace(device=world.device)  # the engine has the weights
-        decoding: Any = None
     else:
         engine = None
         model = loading.load_model(
             "--model", args.model, precision.param_dtype, world.device
         ).requires_grad_(False)
         check_decodes(f"--model {args.model}", model, "--backend vllm")
-        decoding = Decoding(model, precision)
     reward_sources.load_models(args, precision)
     interrupt = Interrupt(world)
     sampler = Sampler(
@@ -277,8 +274,7 @@ def main(args: Args) -> None:
         args=args,
         interrupted=lambda: interrupt.requested,
         world=world,
-        autocast=precision.autocast,
-        decoding=decoding,
+        precision=precision,
     )
 
     # ---- sample and score ----

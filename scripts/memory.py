@@ -8,8 +8,7 @@ Two steps with prompts and responses of the greatest length run on torch's fake 
 several GPUs, on its fake process group; every storage that lives is counted, by what made it. vLLM
 does not run: its weights and its cache are added. What CUDA, NCCL and cuBLAS take for themselves,
 and fragmentation, are not seen: RESERVE is kept free for them. A model is a folder or one of
-scripts/memory.yaml. If the run does not fit, flags that lower its memory are tried. Exit code 0: it
-fits, 1: it does not, 2: bad input.
+scripts/memory.yaml. Exit code 0: it fits, 1: it does not, 2: bad input.
 """
 
 import contextlib
@@ -19,7 +18,6 @@ import io
 import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import weakref
@@ -64,8 +62,6 @@ class MemoryArgs:
     """Number of GPUs, with a rank on each."""
     gpu_gb: cli.PositiveFloat = 80.0
     """GB in the GPU's name, such as 24, 40 or 80."""
-    advice: bool = True
-    """If the run does not fit, try flags that lower its memory, one at a time."""
 
 
 class Memory(torch.utils._python_dispatch.TorchDispatchMode):
@@ -247,13 +243,6 @@ def main():
         print(f"{size / 1e9:10.1f} GB of the most: {maker}")
     free = gpu_bytes - RESERVE
     most = parts.total()
-    if options.advice and most > free:
-        tried = []
-        for words in TABLE["tried"]:
-            command = [sys.executable, *sys.argv, *words.split(), "--no-advice"]
-            done = subprocess.run(command, capture_output=True, text=True)
-            tried.append((float(done.stdout.partition("needed ")[2] or "inf"), words))
-        print("the flag that lowers it most, to {} GB: {}".format(*min(tried)))
     print(
         f"{'does not fit' if most > free else 'fits'}: {free / 1e9:.1f} GB are free, needed {most / 1e9:.1f}"
     )

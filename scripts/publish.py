@@ -8,7 +8,7 @@ from pathlib import Path
 import repository  # noqa: F401
 import tyro
 from huggingface_hub import ModelCard, ModelCardData, create_repo, upload_folder
-from plot import read_metrics
+from report import read_metrics
 
 from plumbing.run.log import CURVES, read_args, without_secrets
 from plumbing.run.ranks import report_errors

@@ -15,7 +15,6 @@ from collections import Counter
 import jinja2
 import repository  # noqa: F401
 import tyro
-from plot import read_metrics, run_names
 
 import utils
 from plumbing.run.log import (
@@ -45,6 +44,23 @@ def main(runs: tyro.conf.Positional[tuple[str, ...]], output: str = "report.html
     with utils.as_user_error(f"--output {output}"):
         replace_file(output, text)
     print(output)
+
+
+def run_names(folders: list[str]) -> list[str]:
+    """Return the name of each run folder: the part of its path that the others do not share."""
+    if not folders:
+        raise ValueError("names no run folder")
+    paths = [os.path.abspath(folder) for folder in folders]
+    shared = os.path.commonpath(map(os.path.dirname, paths))
+    return [os.path.relpath(path, shared) for path in paths]
+
+
+def read_metrics(folder: str) -> list[dict]:
+    """Return the rows of metrics.jsonl; raise ValueError if there is none."""
+    rows = list(read_log(folder))
+    if not rows:
+        raise ValueError(f"{folder} has no metrics.jsonl with a whole line")
+    return rows
 
 
 def page(folders: list[str]) -> str:

@@ -7,12 +7,10 @@ Runs that the file has already, by the names of their folders, are replaced.
 
 import json
 import os
-import platform
 from pathlib import Path
 
 import pandas
 import repository  # noqa: F401
-import torch
 import tyro
 from tyro.conf import Positional
 
@@ -37,19 +35,11 @@ def summary(folder: Path) -> dict:
     medians = rows.filter(regex="|".join(MEDIANS))[2:].median().round(4)
     return {
         **facts,
-        "machine": machine(),
         "flags": flags,
         "by_step": {name: x.dropna().to_dict() for name, x in kept.items()},
         "medians": medians.dropna().to_dict(),
         "seconds": round(rows["time/from_scratch"].iloc[-1], 1),
     }
-
-
-def machine() -> str:
-    """Return the GPU's name, or the kind of processor and the number of its cores."""
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    return f"{platform.machine()}, {os.cpu_count()} cores"
 
 
 def main(folders: Positional[tuple[Path, ...]], output: Path) -> None:

@@ -28,8 +28,8 @@ def test_processes(monkeypatch, tmp_path):
     # one that has its imports
     monkeypatch.setattr(benchmark, "get_context", lambda method: helpers._server())
     kinds = ["grpo.py", "grpo.py --lora_rank 2"]
-    cases = {"case": FLAGS | {"output_dir": str(tmp_path)}}
-    runs, failed = benchmark.compare(cases, kinds, 1, 10)
+    cases = {"case": (FLAGS | {"output_dir": str(tmp_path)}, kinds)}
+    runs, failed = benchmark.compare(cases, 1, 10)
     assert [kind for kind, _ in runs["case"]] == kinds and not failed
     for steps in runs["case"].values():
         assert (benchmark.medians(steps) > 0).all() and steps["time/step"].count() == 3
@@ -40,13 +40,13 @@ def test_what_fails_or_is_not_done_in_time(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(benchmark, "get_context", lambda method: helpers._server())
     case = FLAGS | {"output_dir": str(tmp_path)}
     kinds = ["grpo.py --temperature 0", "grpo.py"]
-    runs, failed = benchmark.compare({"case": case}, kinds, 1, 10)
+    runs, failed = benchmark.compare({"case": (case, kinds)}, 1, 10)
     assert failed == ["case, grpo.py --temperature 0, round 1"] and len(runs["case"]) == 1
     with pytest.raises(SystemExit, match="temperature 0"):
-        benchmark.report("Steps", benchmark.table(runs["case"]), "", failed)
+        benchmark.report("Steps", runs, failed, "")
     begin = time.monotonic()
-    long = {"case": case | {"output_dir": str(tmp_path / "long"), "total_episodes": 80_000}}
-    assert benchmark.compare(long, kinds[1:] * 9, 1, 1 / 600)[0] == {"case": {}}
+    long = case | {"output_dir": str(tmp_path / "long"), "total_episodes": 80_000}
+    assert benchmark.compare({"case": (long, kinds[1:] * 9)}, 1, 1 / 600)[0] == {"case": {}}
     assert time.monotonic() - begin < 10 and "no number" in capsys.readouterr().out
 
 
@@ -79,32 +79,27 @@ def test_a_table_pairs_the_rounds():
     assert [line[-1] for line in lines[-6:-3]] == ["1.25", "0.50", "2.00"]  # median, min, max
 
 
-@pytest.mark.parametrize("unit", benchmark.TABLE["counts"])
-def test_each_unit_costs_something(unit, tmp_path):
-    """In this process; 1,000 tokens are one response."""
-    assert benchmark.cost(unit, 1000 if unit == "token" else 3, str(tmp_path)) > 0
-
-
 def test_the_work_that_trl_shares(tmp_path, monkeypatch):
-    """All flags of each are grpo.py's, each kind runs, and both pictures are drawn."""
+    """All flags of each are grpo.py's, each kind runs, and the picture is drawn."""
     steps = pandas.DataFrame({"time/step": [9.0, 9.0, 3.0], "eval/accuracy": [None, 0.1, 0.2]})
     seen = []
 
-    def compare(cases, kinds, rounds, minutes):
-        ((name, flags),) = cases.items()
-        args = grpo.Args(**flags)
-        seen.append((name, args.precision, args.dataset, args.max_response_length, len(kinds)))
-        return {name: {(kind, 1): steps for kind in kinds}}, []
+    def compare(cases, rounds, minutes):
+        for name, (flags, kinds) in cases.items():
+            args = grpo.Args(**flags)
+            seen.append((name, args.precision, args.max_response_length, len(kinds)))
+        return {
+            name: {(kind, 1): steps for kind in kinds} for name, (_, kinds) in cases.items()
+        }, []
 
     monkeypatch.setattr(benchmark, "compare", compare)
-    for work in (("demo",), ("long tail", "bf16", "float32")):
-        picture = tmp_path / f"{len(work)}.png"
-        benchmark.trl(work, rounds=1, model=benchmark.TINY, picture=str(picture))
-        assert picture.stat().st_size > 1000
-    assert [row[:2] for row in seen] == [
-        ("demo", "auto"),
-        ("long tail", "auto"),
-        ("bf16", "bf16"),
-        ("float32", "float32"),
+    picture = tmp_path / "demo.png"
+    work = ("demo", "long tail", "bf16", "float32")
+    benchmark.trl(work, rounds=1, model=benchmark.TINY, picture=str(picture))
+    assert picture.stat().st_size > 1000
+    assert seen == [
+        ("demo", "auto", 48, 2),
+        ("long tail", "auto", 256, 2),
+        ("bf16", "bf16", 64, 3),
+        ("float32", "float32", 64, 3),
     ]
-    assert [row[3:] for row in seen] == [(48, 2), (256, 2), (64, 3), (64, 3)]

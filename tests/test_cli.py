@@ -173,21 +173,6 @@ def test_what_a_run_leaves_is_a_config(script, tmp_path):
     assert with_file(tmp_path, left, name="args.json", script=script) == args
 
 
-OTHERS = {"--num_generations 4": True, "--no-shuffle_all --group_size=x": True}
-OTHERS["--no-non_stop_penalty --group-size=x"] = False
-
-
-@pytest.mark.parametrize("line", OTHERS)
-def test_unknown_flags_may_be_those_of_others(line, capsys):
-    """Then the page that has them is named."""
-    assert ("docs/reading_map.md" in refused(capsys, f"grpo {line}")) == OTHERS[line]
-
-
-def test_a_file_of_flags_without_its_flag(capsys):
-    line = refused(capsys, "grpo runs/a/args.json")
-    assert line.endswith("is given by --config runs/a/args.json\n")
-
-
 @pytest.mark.parametrize("content", CASES["configs"])
 def test_bad_files(content, tmp_path, capsys):
     (tmp_path / "config.yaml").write_text(content)

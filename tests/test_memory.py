@@ -128,7 +128,7 @@ for checkpointing in (False, True):
     state = 12 * sum(parameter.numel() for parameter in model.parameters())  # weights and Adam's moments
     print(counted / (peak_bytes(update) + state))
     gc.collect()
-tiny = "grpo --no-advice --model assets/tiny --max_prompt_length 16 --max_response_length 48 --micro_batch_tokens 256 "
+tiny = "grpo --model assets/tiny --max_prompt_length 16 --max_response_length 48 --micro_batch_tokens 256 "
 for line in (
     "nothing", "grpo --model nobody/none", tiny + "--rollout_backend hf", tiny + "--shard fsdp_offload",
     tiny + "--tools tools.py:search", tiny + "--gpus 2", tiny + "--gpus 2 --shard fsdp", tiny + "--gpu_gb 6",

@@ -68,7 +68,7 @@ def test_a_folder_of_metrics_alone_and_folders_without(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     (tmp_path / "metrics.jsonl").write_text("null\n{\n")
     for runs, says in (
-        ((), ""),
+        ((), "names no run folder"),
         ((str(tmp_path / "empty"),), ""),
         ((str(tmp_path),), "metrics.jsonl: "),
     ):

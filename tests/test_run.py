@@ -108,7 +108,7 @@ def test_what_a_run_leaves(base, tmp_path):
 
     assert done.stdout.startswith(f"Loopwise {utils.VERSION}: loading {values['model']}\n")
     facts = json.loads((folder / "args.json").read_text())
-    assert facts["version"] == utils.VERSION
+    assert facts["version"] == utils.VERSION and facts["machine"]
     assert facts["args"].keys() == {field.name for field in dataclasses.fields(grpo.Args)}
     assert all(facts["args"][name] in (value, [value]) for name, value in values.items())
     assert (

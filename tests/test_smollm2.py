@@ -112,15 +112,17 @@ def test_what_pip_cannot_download_is_one_line(said, cache, monkeypatch, capsys):
 
 
 def test_a_full_disk_is_one_line(cache, monkeypatch, capsys):
-    free = types.SimpleNamespace(free=0.2e9)
-    monkeypatch.setattr(smollm2.shutil, "disk_usage", lambda path: free)
+    def download(folder: str) -> Path:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(smollm2, "download", download)
     message = refused(capsys, smollm2.main, noisy=True)
-    assert "has 0.2 GB free of the 0.7 needed; `bash scripts/demo.sh` trains" in message
+    assert "`bash scripts/demo.sh` trains" in message and "No space left" in message
 
 
 def test_a_folder_that_cannot_be_written_to_is_one_line(cache, capsys):
     cache.write_text("")
-    assert refused(capsys, smollm2.main, noisy=True).startswith(f"error: {cache}/model: ")
+    assert refused(capsys, smollm2.main, noisy=True).startswith(f"error: {cache}/model (")
 
 
 def test_a_fetched_model_is_not_fetched_again(cache, monkeypatch, capsys):
@@ -216,7 +218,7 @@ def test_results_of_runs(tmp_path):
     assert run["flags"]["model"] == "small"  # no folder of this machine
     assert run["by_step"]["eval/accuracy"] == accuracies and len(accuracies) > 1
     assert run["seconds"] == round(rows[-1]["time/from_scratch"], 1)
-    assert run["medians"]["time/step"] == 3.0 and "cores" in run["machine"]
+    assert run["medians"]["time/step"] == 3.0
 
 
 # ---- what a run says -----------------------------------------------------------------------------
@@ -248,7 +250,7 @@ def test_the_end_of_a_run_shows_each_data_set_and_three_answers(tmp_path, capsys
 
 @pytest.mark.parametrize("seconds, said", [(100.0, "--total_episodes 144 ends in 30"), (10.0, "")])
 def test_a_slow_machine_is_told_after_the_first_step(seconds, said, tmp_path, capsys):
-    """Of 61 steps of 8 episodes, 31 evaluations are left of 0 seconds: 18 steps are half an hour."""
+    """Of 61 steps of 8 episodes, 18 are half an hour."""
     log = log_of(tmp_path, 61)
     log.log({"step": 1, "episode": 8, "time/step": seconds})
     out = capsys.readouterr().out

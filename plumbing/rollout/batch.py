@@ -7,6 +7,7 @@ add an entry.
 """
 
 import contextlib
+import functools
 import math
 from dataclasses import dataclass, field
 from itertools import chain
@@ -23,6 +24,7 @@ from transformers.generation import logits_process
 import utils
 from plumbing.cli import ModelArgs, RewardArgs
 from plumbing.data.rows import Row
+from plumbing.models.loading import Precision
 from plumbing.models.sharding import model_device, unsharded
 from plumbing.models.speed import Decoding
 from plumbing.rewards.sources import RewardSources, Scoring, is_scored_by, reward_weights
@@ -84,11 +86,15 @@ class Sampler:
     args: Any  # of the script
     interrupted: Callable[[], bool]  # whether this rank was asked to save and exit
     world: utils.World  # of the rollout, see `utils.World.rollout_world`
-    autocast: Callable  # returns the context to compute in
-    decoding: Decoding  # measures `generate`
+    precision: Precision
     # Called with the key of a rollout, how many of this rank's responses have ended, and how many
     # there are.
     show_ended: Callable = lambda *_: None
+
+    @functools.cached_property
+    def decoding(self) -> Decoding:
+        """Measures `generate`."""
+        return Decoding(self.model, self.precision)
 
     @property
     def correction(self) -> str:
@@ -207,7 +213,7 @@ class Sampler:
                 stack.enter_context(unsharded(self.model))
                 # Shapes change at every token.
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
-                stack.enter_context(self.autocast())
+                stack.enter_context(self.precision.autocast())
             queries = [row["query"] for row in rows]
             if self.conversations:
                 self.conversations.sample(

@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -131,6 +132,7 @@ def open_folder(origin: Origin, args: OutputArgs, script: str, ranks: int, step:
         "script": os.path.relpath(script, ROOT),
         "args": as_json(args),
         "defaults": as_json(type(args)()),
+        "machine": machine(),
         "versions": versions(),
         "git_commit": git_commit(),
         "ranks": ranks,
@@ -142,6 +144,13 @@ def open_folder(origin: Origin, args: OutputArgs, script: str, ranks: int, step:
     shutil.copy(script, folder)
     goes_on = f" (goes on after step {step})" if origin.checkpoint else ""
     print(f"run: {folder}{goes_on}", flush=True)
+
+
+def machine() -> str:
+    """Return the GPU's name, or the kind of processor and the number of its cores."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return f"{platform.machine()}, {os.cpu_count()} cores"
 
 
 def versions() -> dict[str, str]:

@@ -75,7 +75,6 @@ class RunLog:
         self.args = args
         self.values: dict[str, str] = {}  # in the progress bar
         self.latest: deque[dict] = deque(maxlen=10)  # metrics of the last steps
-        self.evaluation = 0.0  # seconds of the last evaluation
         self.warned: set[str] = set()
         self.library: ModuleType | None = None  # of --track
         if args.track:
@@ -157,7 +156,6 @@ class RunLog:
         step = row["step"]
         tracked = {name: x for name, x in row.items() if x is not None}
         self.track(lambda library: library.log(tracked, step=step))
-        self.evaluation = row.get("time/evaluation", self.evaluation)
         values = {}
         if step:
             self.latest.append(row)
@@ -180,17 +178,14 @@ class RunLog:
             self._warn_of_troubles()
 
     def _minutes_left(self, row: dict) -> int:
-        """Return how many minutes the run still takes; after the first step, print how to make a long
-        run on a CPU shorter.
+        """Return how many minutes the steps that are left take; after the first step, print how to
+        make a long run on a CPU shorter.
         """
         step = row["step"]
-        steps_left = self.progress.total - step
-        evaluations = math.ceil(steps_left / max(1, self.args.eval_every)) * self.evaluation
         seconds = fmean(each["time/step"] for each in self.latest)
-        minutes = math.ceil((seconds * steps_left + evaluations) / 60)
+        minutes = math.ceil(seconds * (self.progress.total - step) / 60)
         if step == 1 and self.world.device.type == "cpu" and minutes > PATIENCE:
-            steps = max(1, int((60 * PATIENCE - evaluations) / seconds))
-            size = row.get("episode", 0) * steps
+            size = row.get("episode", 0) * max(1, int(60 * PATIENCE / seconds))
             shorter = f"; --total_episodes {size} ends in {PATIENCE}" if size else ""
             say(f"on this machine the run takes about {minutes} minutes{shorter}")
         return minutes
@@ -236,7 +231,6 @@ class RunLog:
         """
         if not self.world.main:
             return
-        self.lengths(step, "held-out samples", [row["length"] for row in rows if "length" in row])
         shown = [
             as_logged({name: x for name, x in row.items() if name not in ("length", "turns")})
             for row in rows
@@ -256,7 +250,7 @@ class RunLog:
         try:
             from plumbing.run.curves import plot_curves
 
-            plot_curves({"": read_log(self.folder)}, f"{self.folder}/curves.png")
+            plot_curves(read_log(self.folder), f"{self.folder}/curves.png")
         except Exception as error:
             warn(f"{self.folder}/curves.png: {first_line(error)}")
 

@@ -14,7 +14,6 @@ from plumbing.data.mixture import mix
 from plumbing.data.prompts import load_prompts, load_train_and_eval
 from plumbing.models import loading
 from plumbing.models.sharding import Sharding
-from plumbing.models.speed import Decoding
 from plumbing.models.tokenizer import check_can_read, check_same_tokens, load_tokenizer_and_stop_ids
 from plumbing.rewards.sources import RewardSources, why_unscorable
 from plumbing.rollout import engines
@@ -127,8 +126,7 @@ def set_up(
         args=args,
         interrupted=lambda: run.interrupt.requested,
         world=sampling_world,
-        autocast=precision.autocast,
-        decoding=Decoding(policy.model, precision),
+        precision=precision,
         show_ended=run.show_ended,
     )
     return Setup(
