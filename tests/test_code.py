@@ -4,8 +4,10 @@ namespaces.
 
 import ctypes
 import json
+import math
 import os
 import resource
+import signal
 import socket
 import struct
 import subprocess
@@ -134,7 +136,11 @@ from extras.verifiers import sandbox
 sandbox.libc.prctl(4, 0, 0, 0, 0)
 print(json.dumps(sandbox.open_limits()), flush=True)
 for line in sys.stdin:
-    print(json.dumps(sandbox.run(*json.loads(line))[0]), flush=True)
+    try:
+        results = list(sandbox.run(*json.loads(line))[0])
+    except RuntimeError as error:
+        results = [str(error)]
+    print(json.dumps(results), flush=True)
 """
 
 
@@ -161,13 +167,13 @@ class Caller:
         self.process.stdin.write(json.dumps([code, texts or [""], seconds]) + "\n")
         self.process.stdin.flush()
 
+    def read(self):
+        """Return the last [status, output] of a program, or why there is none."""
+        return json.loads(self.process.stdout.readline())[-1]
+
     def run(self, code: str, *texts: str, seconds: float = 20.0) -> tuple[int, str]:
-        """Return the last status and output of a program; 137 if its process was killed as a
-        whole.
-        """
         self.send(code, *texts, seconds=seconds)
-        results = json.loads(self.process.stdout.readline())
-        return tuple(results[-1])
+        return tuple(self.read())
 
     def end(self) -> None:
         self.process.kill()
@@ -228,14 +234,14 @@ def test_limits(caller, code):
 
 
 def test_limits_are_in_force(caller):
-    names = "'CPU', 'AS', 'FSIZE', 'NOFILE', 'CORE'"
+    names = "'AS', 'FSIZE', 'NOFILE', 'CORE'"
     shown = (
         f"import resource as r\nfor x in ({names}): print(*r.getrlimit(getattr(r, 'RLIMIT_' + x)))"
     )
     mega = 2**20
     assert caller.run(shown) == (
         0,
-        f"10 10\n{1024 * mega} {1024 * mega}\n{16 * mega} {16 * mega}\n64 64\n0 0\n",
+        f"{1024 * mega} {1024 * mega}\n{4 * mega} {4 * mega}\n64 64\n0 0\n",
     )
     assert caller.run("print(open('/proc/self/oom_score_adj').read())") == (0, "1000\n\n")
     alive = "import os\nfor i in range(1024):\n try: os.fstat(i); print(i)\n except OSError: pass"
@@ -247,7 +253,55 @@ def test_limits_are_in_force(caller):
 
 def test_the_time_limit_keeps_what_was_printed():
     code = "print(1, flush=True)\nimport time; time.sleep(60 * int(input()))"
-    assert sandbox.run(code, "010", 4.0) == ([(0, "1\n"), (137, "1\n")], sandbox.open_limits())
+    assert list(sandbox.run(code, "01", 4.0)[0]) == [(0, "1\n"), (137, "1\n")]
+
+
+def test_the_limit_of_cpu_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(sandbox, "CPU_SECONDS", 0.1)
+    code = IGNORE_SIGNALS + "while True: pass"
+    assert sandbox.run_once(code, "", math.inf, str(tmp_path)) == (137, b"")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_program_that_another_process_kills(caller, number):
+    """It is not wrong: SIGTERM does nothing, and after SIGKILL it has no result."""
+    named = "import ctypes, time\nctypes.CDLL(None).prctl(15, b'to be killed')\n"  # PR_SET_NAME
+    caller.send(named + "time.sleep(4)\nprint(1)")
+    found = []
+    names = lambda: {x: Path(f"/proc/{x}/comm").read_text() for x in programs_of(caller)}
+    wait_until(
+        lambda: found.extend(x for x, name in names().items() if name == "to be killed\n") or found
+    )
+    os.kill(int(found[0]), number)
+    killed = "programs cannot be run, or one was killed, as where memory runs out"
+    assert caller.read() == ([0, "1\n"] if number == signal.SIGTERM else killed)
+
+
+def test_no_further_input_after_the_first_wrong_output():
+    """And of what a program prints, only the outputs of one input are held, of 4 MiB at most."""
+    waits = "n = int(input())\nprint(n)\nimport time; time.sleep(99 * n)"
+    begin = time.monotonic()
+    assert score(waits, {"inputs": ["0", "1"], "outputs": ["1", "1"]}, 90.0) == 0
+    assert time.monotonic() - begin < 60
+    bomb = r"import os; [os.write(1, b'\xff' * 2**20) for _ in range(5)]"
+    code = f"""
+import resource
+from extras.verifiers import sandbox
+print({{(status, len(text)) for status, text in sandbox.run({bomb!r}, [""] * 12, 60.0)[0]}})
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+print(open("/proc/self/status").read().partition("VmHWM:")[2].split()[0])
+"""
+    command = [sys.executable, "-c", code]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
+    results, *memory = said.splitlines()
+    assert results == "{(1, 4194304)}" and max(map(int, memory)) < 100 << 10  # KiB
+
+
+def test_folders_in_folders_are_removed(caller):
+    """Deeper than a path can be, or Python's calls."""
+    code = "import os\nfor _ in range(3000): os.mkdir('folder', 0o300); os.chdir('folder')\n"
+    assert caller.run(code + "open('file', 'w').write('1'); print(1)") == (0, "1\n")
+    assert os.listdir(caller.temporary) == []
 
 
 def test_environment(caller):
@@ -291,6 +345,9 @@ def test_attacks(caller, tmp_path):
     os.setxattr(file, "user.old", b"1")
     before = facts(victim.pid, file)
     name = f"attack-{os.getpid()}"
+    libc = ctypes.CDLL(None)
+    numbers = libc.shmget(0, 4096, 0o600), libc.semget(0, 1, 0o600), libc.msgget(0, 0o600)
+    assert libc.mq_open(f"/{name}".encode(), os.O_CREAT, 0o600, None) > 0 and -1 not in numbers
     with (
         socket.create_server(("127.0.0.1", 0)) as tcp,
         socket.socket(socket.AF_UNIX) as by_path,
@@ -300,6 +357,7 @@ def test_attacks(caller, tmp_path):
             server.bind(address)
             server.listen()
         target = [str(file), str(tmp_path / "socket"), name, tcp.getsockname()[1], victim.pid]
+        target += [*numbers, f"/{name}"]
         assert caller.run(
             Path(ROOT, "tests/data/sandbox_attacks.txt").read_text(), json.dumps(target)
         ) == (0, "")
