@@ -262,19 +262,16 @@ def test_the_limit_of_cpu_time(tmp_path, monkeypatch):
     assert sandbox.run_once(code, "", math.inf, str(tmp_path)) == (137, b"")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_program_that_another_process_kills(caller, number):
-    """It is not wrong: SIGTERM does nothing, and after SIGKILL it has no result."""
+def test_a_program_that_another_process_kills(caller):
+    """It is not wrong: it has no result."""
     named = "import ctypes, time\nctypes.CDLL(None).prctl(15, b'to be killed')\n"  # PR_SET_NAME
-    caller.send(named + "time.sleep(4)\nprint(1)")
-    found = []
-    names = lambda: {x: Path(f"/proc/{x}/comm").read_text() for x in programs_of(caller)}
-    wait_until(
-        lambda: found.extend(x for x, name in names().items() if name == "to be killed\n") or found
-    )
-    os.kill(int(found[0]), number)
-    killed = "programs cannot be run, or one was killed, as where memory runs out"
-    assert caller.read() == ([0, "1\n"] if number == signal.SIGTERM else killed)
+    caller.send(named + "time.sleep(99)", seconds=99.0)
+    name = lambda process: Path(f"/proc/{process}/comm").read_text()
+    found = lambda: [x for x in programs_of(caller) if name(x) == "to be killed\n"]
+    wait_until(found)
+    os.kill(int(*found()), signal.SIGKILL)
+    assert caller.read() == "programs cannot be run, or one was killed, as where memory runs out"
+    assert caller.run("import os\nos.kill(os.getpid(), 15)\nprint(1)") == (0, "1\n")  # SIGTERM
 
 
 def test_no_further_input_after_the_first_wrong_output():
@@ -282,7 +279,7 @@ def test_no_further_input_after_the_first_wrong_output():
     waits = "n = int(input())\nprint(n)\nimport time; time.sleep(99 * n)"
     begin = time.monotonic()
     assert score(waits, {"inputs": ["0", "1"], "outputs": ["1", "1"]}, 90.0) == 0
-    assert time.monotonic() - begin < 60
+    assert time.monotonic() - begin < 80
     bomb = r"import os; [os.write(1, b'\xff' * 2**20) for _ in range(5)]"
     code = f"""
 import resource

@@ -383,6 +383,22 @@ def test_a_call_whose_process_ends_is_made_once_more(make, tmp_path):
     assert ask(reward_sources, die) == (None, "the process of the call has ended")
 
 
+def test_the_reason_where_the_fork_server_is_killed(make, monkeypatch):
+    fork = processes.ForkServer.fork
+
+    def fork_and_kill(server, connection):
+        os.kill(server.process.pid, signal.SIGSTOP)
+        fork(server, connection)
+        server.process.kill()
+
+    reward_sources = make("exact")
+    assert ask(reward_sources, "1") == ([[1], ""], "")
+    os.kill(processes_of(reward_sources)[0], signal.SIGKILL)
+    monkeypatch.setattr(processes.ForkServer, "fork", fork_and_kill)
+    said = "the fork server, which starts processes, has ended"
+    assert [ask(reward_sources, "1")[1] for _ in range(3)].count(said)
+
+
 def test_a_call_that_no_process_begins_fails_in_time(make, monkeypatch):
     """The limit of a call begins with its process."""
     monkeypatch.setattr(processes, "SECONDS_TO_LOAD", 0.3)

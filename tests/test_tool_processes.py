@@ -249,8 +249,8 @@ DEAF = "signal.signal(signal.SIGALRM, signal.SIG_IGN) and time.sleep(60)"
 GONE = {DEAF: "run gave no answer within 1 s"}
 BROKEN = ["os._exit(0)", "os.closerange(3, 50)"]
 BROKEN += [f"scribble({text})" for text in ("b'9' * 99", "b'9\\n'", "b'9' * (1 << 22)")]
-ENDED = "ended its process, or wrote into its connection"
-GONE |= dict.fromkeys(BROKEN, f"run {ENDED}")
+DIED = "the process of the call has ended, or it wrote into its connection"
+GONE |= dict.fromkeys(BROKEN, f"run: {DIED}")
 
 
 @pytest.mark.parametrize("code", GONE)
@@ -296,7 +296,7 @@ ORDER = r"failure: step: TypeError.*: .* is not \(text or None, number, bool\)"
             "1 / 0",
             [" go", r"failure: step: ZeroDivisionError \(.*game.py:15\): division.*"],
         ),
-        ({}, "os._exit(1)", [" go", "failure: step ended its process, or.*"]),
+        ({}, "os._exit(1)", [" go", f"failure: step: {DIED}"]),
     ],
 )
 def test_what_an_environment_returns(processes, row, step, expected):
@@ -312,7 +312,7 @@ def test_tools_of_an_environment_that_fail(processes):
     calls = [("call", "peek", {"what": what}) for what in ("1 / 0", "os._exit(0)")]
     *_, raised, ended = converse(processes, *calls)
     assert raised == "error: ZeroDivisionError: division by zero"
-    assert ended == f"failure: peek {ENDED}"
+    assert ended == f"failure: peek: {DIED}"
 
 
 def test_random_numbers_are_the_rows(processes):
@@ -413,7 +413,7 @@ def test_a_connection_that_closes_ends_what_a_tool_has_started(processes):
             "--tools .*no_hint: .*: Argument a is missing a type hint in .*no_hint",
         ),
         (["broken.py:x"], "", r"--tools .*broken.py:2\): division by zero"),
-        (["ends.py:x"], "", f"--tools .* {ENDED}"),
+        (["ends.py:x"], "", "--tools .*: the fork server, which starts processes, has ended.*"),
         (
             [],
             "game.py:OnlyReset",
