@@ -3,6 +3,7 @@ which score them.
 """
 
 import contextlib
+import itertools
 import math
 import os
 import random
@@ -384,19 +385,45 @@ def test_a_call_whose_process_ends_is_made_once_more(make, tmp_path):
 
 
 def test_the_reason_where_the_fork_server_is_killed(make, monkeypatch):
+    reward_sources = make("exact")
+    assert ask(reward_sources, "1") == ([[1], ""], "")
     fork = processes.ForkServer.fork
 
     def fork_and_kill(server, connection):
-        os.kill(server.process.pid, signal.SIGSTOP)
+        server.process.send_signal(signal.SIGSTOP)
         fork(server, connection)
         server.process.kill()
 
-    reward_sources = make("exact")
-    assert ask(reward_sources, "1") == ([[1], ""], "")
-    os.kill(processes_of(reward_sources)[0], signal.SIGKILL)
     monkeypatch.setattr(processes.ForkServer, "fork", fork_and_kill)
-    said = "the fork server, which starts processes, has ended"
-    assert [ask(reward_sources, "1")[1] for _ in range(3)].count(said)
+    os.kill(*processes_of(reward_sources), signal.SIGKILL)
+    assert ask(reward_sources, "1") == (None, "the fork server, which starts processes, has ended")
+
+
+STEPPING = """
+import itertools, time
+time.time = itertools.count(step=1e5).__next__
+def score(responses): return [float(response) for response in responses]
+"""
+
+
+def test_a_step_of_the_wall_clock_is_no_time_out(make, tmp_path, monkeypatch):
+    """Not in the trainer, nor in the processes."""
+    (tmp_path / "clock.py").write_text(STEPPING)
+    source = f"{tmp_path}/clock.py:score"
+    rows = [row("1", ["math", source]), row({"inputs": [""], "outputs": ["1"]}, ["code"])] * 4
+    monkeypatch.setattr(time, "time", itertools.count(step=1e5).__next__)
+    reward_sources = make("math", "code", source)
+    end_processes(reward_sources.server)
+    reward_sources.server.imports.append(source)
+    scores = scores_by(reward_sources, rows, ["1", "print(1)"] * 4, [[5]] * 8)
+    assert scores == {"math": [1, 0] * 4, "code": [0, 1] * 4, source: [1, 0] * 4}
+    # Elsewhere no clock but the monotonic one is read: this is the date of an answer.
+    paths = [
+        *ROOT.glob("plumbing/**/*.py"),
+        *ROOT.glob("extras/**/*.py"),
+        *ROOT.glob("scripts/*.py"),
+    ]
+    assert [path.name for path in paths if "time.time(" in path.read_text()] == ["agents.py"]
 
 
 def test_a_call_that_no_process_begins_fails_in_time(make, monkeypatch):

@@ -432,8 +432,9 @@ def test_what_is_wrong_with_tools_and_environments(files, capfd, tools, environm
     )
 
 
-def test_python_tool():
+def test_python_tool(tmp_path, monkeypatch):
     """A program that does not end is gone with its conversation."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     processes = ToolProcesses((f"{ROOT}/scripts/train/python_tool.py:python",), "", 60.0)
     programs = {
         "for i in range(2):\n    print(i)\nif __name__ == '__main__': print('{}')": "0\n1\n{}\n",
@@ -444,16 +445,15 @@ def test_python_tool():
         "class Mute(Exception): __str__ = None\nraise Mute": "Mute: <exception str() failed>\n",
     }
 
-    async def call() -> int:
+    async def call() -> None:
         process = ToolProcess(processes, 1)
         for code, printed in programs.items():
             assert await process.ask("call", "python", {"code": code}) == printed
-        number = process.process.pid
         process.timeout = 1.0
         with pytest.raises(ToolError, match="TimeoutError: no answer in time"):
             await process.ask("call", "python", {"code": "while True: pass"})
         process.kill()
-        return number
 
-    number = asyncio.run(call())  # which the sandbox's process has as an argument
-    wait_until(lambda: subprocess.run(["pgrep", "-f", f"sandbox.py .* {number}$"]).returncode == 1)
+    asyncio.run(call())
+    # The sandbox's process has a folder as an argument.
+    wait_until(lambda: subprocess.run(["pgrep", "-f", f"sandbox.py {tmp_path}"]).returncode == 1)
