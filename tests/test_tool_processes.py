@@ -361,7 +361,7 @@ async def train(process):
     await process.ask("reset", {"secret": 1})
     code = "'torch' in sys.modules or (subprocess.Popen(['sleep', '99']).pid, os.getpid(), os.getppid())"
     print(await process.ask("call", "run", {"code": code}), flush=True)
-    await process.ask("call", "run", {"code": "time.sleep(99)"})
+    await process.ask("call", "run", {"code": "9 ** 9 ** 9"})  # no exception ends it
 
 if __name__ == "__main__":
     asyncio.run(train(ToolProcess(ToolProcesses((sys.argv[1],), sys.argv[2], 60.0), 1)))
