@@ -9,7 +9,6 @@ import os
 import resource
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import time
@@ -119,14 +118,10 @@ def without_namespaces() -> None:
 
 
 def without_call(number: int) -> None:
-    """In a new process: a kernel without a system call, which a filter answers with ENOSYS."""
-    steps = ((0x20, 0, 0, 0), (0x15, 0, 1, number), (0x06, 0, 0, 0x50026), (0x06, 0, 0, 0x7FFF0000))
-    filters = ctypes.create_string_buffer(
-        b"".join(struct.pack("HBBI", *step) for step in steps), 32
-    )
-    assert (
-        ctypes.CDLL(None).prctl(22, 2, struct.pack("HP", 4, ctypes.addressof(filters)), 0, 0) == 0
-    )
+    """In a new process: a kernel without a system call."""
+    sandbox.SYSTEM_CALLS = f"none {number} {number}"
+    sandbox.ATTRIBUTES = ""
+    sandbox.filter_system_calls()
 
 
 CALLER = """
@@ -218,21 +213,18 @@ def test_the_limit_of_cpu_time(tmp_path, monkeypatch):
 
 def test_a_program_that_another_process_kills(caller):
     """It is not wrong: it has no result."""
-    named = "import ctypes, time\nctypes.CDLL(None).prctl(15, b'to be killed')\n"  # PR_SET_NAME
+    name = f"program {caller.process.pid}"
+    named = f"import ctypes, time\nctypes.CDLL(None).prctl(15, b'{name}')\n"  # PR_SET_NAME
     caller.send(named + "time.sleep(99)", seconds=99.0)
-    name = lambda process: Path(f"/proc/{process}/comm").read_text()
-    found = lambda: [x for x in programs_of(caller) if name(x) == "to be killed\n"]
-    wait_until(found)
-    os.kill(int(*found()), signal.SIGKILL)
+    wait_until(lambda: processes("-x", name))
+    os.kill(*processes("-x", name), signal.SIGKILL)
     assert caller.read() == "programs cannot be run, or one was killed, as where memory runs out"
 
 
 def test_no_further_input_after_the_first_wrong_output():
     """And of what a program prints, only the outputs of one input are held, of 4 MiB at most."""
-    waits = "n = int(input())\nprint(n)\nimport time; time.sleep(99 * n)"
-    begin = time.monotonic()
-    assert score(waits, {"inputs": ["0", "1"], "outputs": ["1", "1"]}, 90.0) == 0
-    assert time.monotonic() - begin < 80
+    waits = "n = int(input())\nprint(n)\nimport time; time.sleep(9999 * n)"
+    assert score(waits, {"inputs": ["0", "1"], "outputs": ["1", "1"]}, 9999.0) == 0
     bomb = r"import os; [os.write(1, b'\xff' * 2**20) for _ in range(5)]"
     code = f"""
 import resource
@@ -245,11 +237,6 @@ print(open("/proc/self/status").read().partition("VmHWM:")[2].split()[0])
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
     results, *memory = said.splitlines()
     assert results == "{(1, 4194304)}" and max(map(int, memory)) < 100 << 10  # KiB
-
-
-def test_the_caller_is_hidden(caller):
-    code = f"for name in ('environ', 'mem', 'fd/0'): open('/proc/{caller.process.pid}/' + name)"
-    assert caller.run(code)[0] == 1
 
 
 def facts(number: int, path: Path) -> list:
@@ -278,9 +265,6 @@ def test_attacks(caller, tmp_path):
     os.setxattr(file, "user.old", b"1")
     before = facts(victim.pid, file)
     name = f"attack-{os.getpid()}"
-    libc = ctypes.CDLL(None)
-    numbers = libc.shmget(0, 4096, 0o600), libc.semget(0, 1, 0o600), libc.msgget(0, 0o600)
-    assert libc.mq_open(f"/{name}".encode(), os.O_CREAT, 0o600, None) > 0 and -1 not in numbers
     with (
         socket.create_server(("127.0.0.1", 0)) as tcp,
         socket.socket(socket.AF_UNIX) as by_path,
@@ -290,7 +274,6 @@ def test_attacks(caller, tmp_path):
             server.bind(address)
             server.listen()
         target = [str(file), str(tmp_path / "socket"), name, tcp.getsockname()[1], victim.pid]
-        target += [*numbers, f"/{name}"]
         assert caller.run(
             Path(ROOT, "tests/data/sandbox_attacks.txt").read_text(), json.dumps(target)
         ) == (0, "")
@@ -319,7 +302,8 @@ acts = (lambda: open({path!r}), lambda: os.listdir({str(tmp_path)!r}), lambda: o
         lambda: open("/etc/passwd"), lambda: open("/proc/self/root" + {path!r}), lambda: open({sandbox.__file__!r}),
         lambda: open({str(tmp_path / "new")!r}, "w"), lambda: open({path!r}, "w"), lambda: os.remove({path!r}),
         lambda: os.rename({path!r}, "moved"), lambda: open("/usr/lib/new", "w"), lambda: open("/var/new-file", "w"),
-        lambda: os.execv("/bin/cat", ["cat", {path!r}]), relative)
+        lambda: os.execv("/bin/cat", ["cat", {path!r}]), relative,
+        *(lambda name=name: open("/proc/{caller.process.pid}/" + name) for name in ("environ", "mem", "fd/0")))
 for number, act in enumerate(acts):
     try: act(); print("did", number)
     except OSError: pass
@@ -331,26 +315,22 @@ shutil.copy2("a/b/g", "copy")
 print(open("a/b/g").read())
 """
     assert caller.run(code) == (0, "1\n")
-    assert [file.name for file in tmp_path.iterdir()] == ["old"] and (tmp_path / "old").read_text()
-    assert caller.run("import os\nprint(os.listdir())") == (0, "[]\n")
-    if caller.private:  # else files are limited one by one
-        full = "for i in range(100): open(f'{i}', 'wb').write(bytes(10**6))"
-        assert caller.run(full)[0] == 1 and caller.run(full.replace("100", "50"))[0] == 0
-
-
-def test_a_program_leaves_no_trap_for_its_next_input(caller, tmp_path):
-    """Such as a link to a file outside, where the input would be written to."""
-    (tmp_path / "old").write_text("the expected output")
+    # A trap for the next input: a link to a file outside, where that would be written to.
     code = f"""
 import os
 for name in ("stdin", "stdout", "../stdin", "../stdout", os.getcwd()):
-    for act in (os.remove, lambda x: os.rename(x, "moved"), lambda x: os.symlink({str(tmp_path / "old")!r}, x)):
+    for act in (os.remove, lambda x: os.rename(x, "moved"), lambda x: os.symlink({path!r}, x)):
         try: act(name)
         except OSError: pass
 print(input())
 """
     assert caller.run(code, "1", "2") == (0, "2\n")
+    assert os.listdir(tmp_path) == ["old"]
     assert (tmp_path / "old").read_text() == "the expected output"
+    assert caller.run("import os\nprint(os.listdir())") == (0, "[]\n")
+    if caller.private:  # else files are limited one by one
+        full = "for i in range(100): open(f'{i}', 'wb').write(bytes(10**6))"
+        assert caller.run(full)[0] == 1 and caller.run(full.replace("100", "50"))[0] == 0
 
 
 def test_the_end_of_the_caller_is_the_end_of_its_programs(caller, tmp_path):
@@ -361,18 +341,16 @@ def test_the_end_of_the_caller_is_the_end_of_its_programs(caller, tmp_path):
     wait_until(lambda: not programs_of(other))
 
 
-def programs_of(caller) -> set[str]:
+def programs_of(caller) -> list[int]:
     """Return the processes whose command line names the caller's folder: others run programs at the
     same time.
     """
-    found = set()
-    for process in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            with open(f"/proc/{process}/cmdline") as line:
-                found |= {process} if str(caller.temporary) in line.read() else set()
-        except OSError:
-            pass
-    return found
+    return processes("-f", str(caller.temporary))
+
+
+def processes(*words: str) -> list[int]:
+    done = subprocess.run(["pgrep", *words], stdout=subprocess.PIPE)
+    return list(map(int, done.stdout.split()))
 
 
 def test_without_namespaces_and_landlock(tmp_path):

@@ -169,9 +169,8 @@ def start(code: str, inputs: list[str], seconds: float) -> Iterator[tuple[int, s
     ):
         marshal.dump([code, inputs, time.monotonic() + seconds], job)
         job.seek(0)
-        script = os.path.abspath(__file__)
         process = subprocess.Popen(
-            [sys.executable, "-I", "-X", "utf8", script, folder],
+            [sys.executable, "-I", "-Xutf8", os.path.abspath(__file__), folder],
             stdin=job,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -271,7 +270,8 @@ def enter_namespaces(folder: str) -> None:
     checked(libc.unshare(0x20000 | 0x8000000 | 0x10000000 | 0x20000000 | 0x40000000))
     # Process 1 of the new namespace, whose end is the end of all processes there.
     if child := os.fork():
-        os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 0xFF)
+        os.waitpid(child, 0)
+        os._exit(0)
     end_with_parent()
     for file, line in (
         ("setgroups", "deny"),
@@ -312,7 +312,7 @@ def run_once(code: str, text: str, deadline: float, folder: str) -> tuple[int, b
     with open(f"/proc/self/fdinfo/{process}") as file:  # the number that /proc has for the child
         threads = f"/proc/{file.read().partition('Pid:')[2].split()[0]}/task"
     poll = select.poll()
-    poll.register(process, select.POLLIN)
+    poll.register(process)
     # Here rather than by RLIMIT_CPU, whose SIGKILL would look like the kernel's for lack of memory,
     # and RLIMIT_NPROC, which would not hold root. See clock_getcpuclockid(3) for the clock.
     while not (ended := poll.poll(50)) and (
@@ -335,8 +335,7 @@ def restrict(folder: str) -> None:
     """Give up for good what this process may do, except to compute, read READABLE and use
     `folder`.
     """
-    limits = dict(AS=MEMORY, FSIZE=FILE_SIZE, NOFILE=OPEN_FILES, CORE=0)
-    for name, limit in limits.items():
+    for name, limit in dict(AS=MEMORY, FSIZE=FILE_SIZE, NOFILE=OPEN_FILES, CORE=0).items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
     checked(libc.capset(struct.pack("Ii", 0x20080522, 0), bytes(24)))
     checked(libc.prctl(38, 1, 0, 0, 0))  # PR_SET_NO_NEW_PRIVS
