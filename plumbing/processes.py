@@ -231,12 +231,16 @@ class Process:
             if not isinstance(answer, dict):
                 raise ValueError(f"{answer!r:.60} is no answer")
         except BaseException as error:  # also where the caller is cancelled
-            what = "process of the call" if self.pid else "fork server, which starts processes,"
+            reason = (
+                "the process of the call has ended, or wrote into its connection"
+                if self.pid
+                else "the fork server, which starts processes, has ended"
+            )
             self.kill()
             if isinstance(error, TimeoutError):
                 raise Late(f"no answer within {seconds:g} s") from None
             if isinstance(error, (OSError, ValueError)):
-                raise Ended(f"the {what} has ended") from error
+                raise Ended(reason) from error
             raise
         if "error" in answer:
             raise Failed(*answer["error"])

@@ -329,6 +329,12 @@ def processes_of(reward_sources) -> list[int]:
     return list(map(int, Path(f"/proc/{server}/task/{server}/children").read_text().split()))
 
 
+def kill_processes(reward_sources) -> None:
+    for process in processes_of(reward_sources):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+
+
 def test_no_right_answer_is_wrong_because_its_process_was_killed(make):
     """Its job is done once more; or the reason is said. No descriptor stays open."""
     reward_sources = make("math")
@@ -341,7 +347,7 @@ def test_no_right_answer_is_wrong_because_its_process_was_killed(make):
         for _ in range(10):
             scored = pool.submit(score)
             time.sleep(random.random() / 2)
-            os.kill(processes_of(reward_sources)[0], signal.SIGKILL)
+            kill_processes(reward_sources)
             scores = scored.result(300)
             assert 0.0 not in scores and (1.0 in scores or reward_sources.sources["math"].failure)
     assert score() == [1.0] * 100
@@ -360,7 +366,6 @@ def test_a_call_whose_process_ends_is_made_once_more(make, tmp_path, monkeypatch
     die = "__import__('os').kill(__import__('os').getpid(), 9)"
     dies_once = f"__import__('os').path.exists({mark!r}) or (open({mark!r}, 'x'), {die})"
     reward_sources = make("exact")
-    kill = lambda: os.kill(*processes_of(reward_sources), signal.SIGKILL)
     fork = processes.ForkServer.fork
 
     def fork_and_end(server, connection):
@@ -369,9 +374,10 @@ def test_a_call_whose_process_ends_is_made_once_more(make, tmp_path, monkeypatch
         server.process.kill()
 
     assert ask(reward_sources, dies_once) == ([[True], ""], "")
-    kill()
+    kill_processes(reward_sources)
     assert ask(reward_sources, dies_once) == ([[True], ""], "")
-    assert ask(reward_sources, die) == (None, "the process of the call has ended")
+    said = "the process of the call has ended, or wrote into its connection"
+    assert ask(reward_sources, die) == (None, said)
     monkeypatch.setattr(processes.ForkServer, "fork", fork_and_end)
     assert ask(reward_sources, "1") == (None, "the fork server, which starts processes, has ended")
 

@@ -88,7 +88,7 @@ class ToolProcess:
         except Late:
             raise self.gone(f"{name} gave no answer within {self.timeout:g} s") from None
         except Ended as error:
-            raise self.gone(f"{name}: {error}, or it wrote into its connection") from None
+            raise self.gone(f"{name}: {error}") from None
         except Failed as error:
             if method == "call":  # the model does not need the place
                 raise ToolError(error.without_place) from None
