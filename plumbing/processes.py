@@ -52,7 +52,9 @@ class Late(Exception):
 
 
 class Ended(Exception):
-    """A process ended in a call, or wrote something else into its connection, and was killed."""
+    """A process ended in a call, or wrote something else into its connection, and was killed; or
+    none was started.
+    """
 
 
 # ---- users' files --------------------------------------------------------------------------------
@@ -229,11 +231,16 @@ class Process:
             if not isinstance(answer, dict):
                 raise ValueError(f"{answer!r:.60} is no answer")
         except BaseException as error:  # also where the caller is cancelled
+            reason = (
+                "the process of the call has ended, or wrote into its connection"
+                if self.pid
+                else "the fork server, which starts processes, has ended"
+            )
             self.kill()
             if isinstance(error, TimeoutError):
                 raise Late(f"no answer within {seconds:g} s") from None
             if isinstance(error, (OSError, ValueError)):
-                raise Ended("the process of the call has ended") from error
+                raise Ended(reason) from error
             raise
         if "error" in answer:
             raise Failed(*answer["error"])

@@ -279,7 +279,7 @@ BAD = {
         "signal.signal(signal.SIGALRM, signal.SIG_IGN); time.sleep(60)",
         "play gave no answer within 8 s",
     ),
-    "ends": ("ask(user('x')); os._exit(0)", "play ended its process, or wrote into its connection"),
+    "ends": ("ask(user('x')); os._exit(0)", "play: the process of the call has ended, .*"),
     "asks nothing": ("pass", "play asked for nothing that trains"),
     "asks coldly": ("ask(user('x'), temperature=0)", "play asked for nothing that trains"),
     "returns text": ("ask(user('x')); reward = 'good'", "play: ValueError: could not convert.*"),

@@ -4,10 +4,11 @@ namespaces.
 
 import ctypes
 import json
+import math
 import os
 import resource
+import signal
 import socket
-import struct
 import subprocess
 import sys
 import time
@@ -117,14 +118,10 @@ def without_namespaces() -> None:
 
 
 def without_call(number: int) -> None:
-    """In a new process: a kernel without a system call, which a filter answers with ENOSYS."""
-    steps = ((0x20, 0, 0, 0), (0x15, 0, 1, number), (0x06, 0, 0, 0x50026), (0x06, 0, 0, 0x7FFF0000))
-    filters = ctypes.create_string_buffer(
-        b"".join(struct.pack("HBBI", *step) for step in steps), 32
-    )
-    assert (
-        ctypes.CDLL(None).prctl(22, 2, struct.pack("HP", 4, ctypes.addressof(filters)), 0, 0) == 0
-    )
+    """In a new process: a kernel without a system call."""
+    sandbox.SYSTEM_CALLS = f"none {number} {number}"
+    sandbox.ATTRIBUTES = ""
+    sandbox.filter_system_calls()
 
 
 CALLER = """
@@ -134,7 +131,11 @@ from extras.verifiers import sandbox
 sandbox.libc.prctl(4, 0, 0, 0, 0)
 print(json.dumps(sandbox.open_limits()), flush=True)
 for line in sys.stdin:
-    print(json.dumps(sandbox.run(*json.loads(line))[0]), flush=True)
+    try:
+        results = list(sandbox.run(*json.loads(line))[0])
+    except RuntimeError as error:
+        results = [str(error)]
+    print(json.dumps(results), flush=True)
 """
 
 
@@ -161,13 +162,13 @@ class Caller:
         self.process.stdin.write(json.dumps([code, texts or [""], seconds]) + "\n")
         self.process.stdin.flush()
 
+    def read(self):
+        """Return the last [status, output] of a program, or why there is none."""
+        return json.loads(self.process.stdout.readline())[-1]
+
     def run(self, code: str, *texts: str, seconds: float = 20.0) -> tuple[int, str]:
-        """Return the last status and output of a program; 137 if its process was killed as a
-        whole.
-        """
         self.send(code, *texts, seconds=seconds)
-        results = json.loads(self.process.stdout.readline())
-        return tuple(results[-1])
+        return tuple(self.read())
 
     def end(self) -> None:
         self.process.kill()
@@ -187,92 +188,65 @@ def caller(request, tmp_path_factory):
     started.end()
 
 
-# What an interrupt 0x80 calls has the numbers of 32-bit x86: 20 is getpid.
-OTHER_NUMBERS = """
-import ctypes, mmap
-page = mmap.mmap(-1, 4096, prot=7)
-page.write(b"\\xb8\\x14\\0\\0\\0\\xcd\\x80\\xc3")
-ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(page)))()
-"""
-MANY_THREADS = """
-import os, threading, time
-threading.stack_size(2**15)
-for _ in range(500): threading.Thread(target=time.sleep, args=(9,)).start()
-time.sleep(0.5)
-os._exit(0)
-"""
-IGNORE_SIGNALS = """
-import signal
-for s in range(1, 64):
-    try: signal.signal(s, signal.SIG_IGN)
-    except (OSError, ValueError): pass
-"""
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        IGNORE_SIGNALS + "while True: pass",
-        "x = []\nwhile True: x.append(bytearray(10**7))",
-        "while True: print('x' * 10**5)",
-        "import ctypes; ctypes.string_at(0)",
-        MANY_THREADS,
-        OTHER_NUMBERS,
-    ],
-    ids=["signals", "memory", "output", "crash", "threads", "numbers"],
-)
+@pytest.mark.parametrize("code", PROGRAMS["ended"])
 def test_limits(caller, code):
     start = time.monotonic()
     status, _ = caller.run(code, seconds=2.0)
     assert status != 0 and time.monotonic() - start < 8
 
 
-def test_limits_are_in_force(caller):
-    names = "'CPU', 'AS', 'FSIZE', 'NOFILE', 'CORE'"
-    shown = (
-        f"import resource as r\nfor x in ({names}): print(*r.getrlimit(getattr(r, 'RLIMIT_' + x)))"
-    )
-    mega = 2**20
-    assert caller.run(shown) == (
-        0,
-        f"10 10\n{1024 * mega} {1024 * mega}\n{16 * mega} {16 * mega}\n64 64\n0 0\n",
-    )
-    assert caller.run("print(open('/proc/self/oom_score_adj').read())") == (0, "1000\n\n")
-    alive = "import os\nfor i in range(1024):\n try: os.fstat(i); print(i)\n except OSError: pass"
-    assert caller.run(alive) == (0, "0\n1\n2\n")
-    capabilities = "import ctypes\nd = ctypes.create_string_buffer(24)\nlibc = ctypes.CDLL(None)\n"
-    capabilities += "print(libc.capget(b'\\x22\\x05\\x08\\x20' + bytes(4), d), any(d.raw), libc.prctl(39, 0, 0, 0, 0))"
-    assert caller.run(capabilities) == (0, "0 False 1\n")  # PR_GET_NO_NEW_PRIVS
+@pytest.mark.parametrize("code, output", PROGRAMS["held"])
+def test_limits_are_in_force(caller, code, output):
+    assert caller.run(code) == (0, output)
+    assert os.listdir(caller.temporary) == []
 
 
 def test_the_time_limit_keeps_what_was_printed():
     code = "print(1, flush=True)\nimport time; time.sleep(60 * int(input()))"
-    assert sandbox.run(code, "010", 4.0) == ([(0, "1\n"), (137, "1\n")], sandbox.open_limits())
+    assert list(sandbox.run(code, "01", 4.0)[0]) == [(0, "1\n"), (137, "1\n")]
 
 
-def test_environment(caller):
-    own = "import os\nprint(*sorted(os.environ))\n"
-    own += "print(os.getcwd() == os.environ['HOME'] == os.environ['TMPDIR'], os.listdir())"
-    assert caller.run(own) == (
-        0,
-        "HOME LC_CTYPE MALLOC_ARENA_MAX OMP_NUM_THREADS PATH TMPDIR\nTrue []\n",
-    )
-    code = f"for name in ('environ', 'mem', 'fd/0'): open('/proc/{caller.process.pid}/' + name)"
-    assert caller.run(code)[0] == 1
+def test_the_limit_of_cpu_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(sandbox, "CPU_SECONDS", 0.1)
+    assert sandbox.run_once(PROGRAMS["ended"][0], "", math.inf, str(tmp_path)) == (137, b"")
+
+
+def test_a_program_that_another_process_kills(caller):
+    """It is not wrong: it has no result."""
+    name = f"program {caller.process.pid}"
+    named = f"import ctypes, time\nctypes.CDLL(None).prctl(15, b'{name}')\n"  # PR_SET_NAME
+    caller.send(named + "time.sleep(99)", seconds=99.0)
+    wait_until(lambda: processes("-x", name))
+    os.kill(*processes("-x", name), signal.SIGKILL)
+    assert caller.read() == "programs cannot be run, or one was killed, as where memory runs out"
+
+
+def test_no_further_input_after_the_first_wrong_output():
+    """And of what a program prints, only the outputs of one input are held, of 4 MiB at most."""
+    waits = "n = int(input())\nprint(n)\nimport time; time.sleep(9999 * n)"
+    assert score(waits, {"inputs": ["0", "1"], "outputs": ["1", "1"]}, 9999.0) == 0
+    bomb = r"import os; [os.write(1, b'\xff' * 2**20) for _ in range(5)]"
+    code = f"""
+import resource
+from extras.verifiers import sandbox
+print({{(status, len(text)) for status, text in sandbox.run({bomb!r}, [""] * 12, 60.0)[0]}})
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+print(open("/proc/self/status").read().partition("VmHWM:")[2].split()[0])
+"""
+    command = [sys.executable, "-c", code]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
+    results, *memory = said.splitlines()
+    assert results == "{(1, 4194304)}" and max(map(int, memory)) < 100 << 10  # KiB
 
 
 def facts(number: int, path: Path) -> list:
     """Return what an attack would change of a process and of a file."""
     status = os.stat(path)
-    priority = os.getpriority(0, number)
-    affinity = os.sched_getaffinity(number)
-    of_process = [
+    return [
         os.sched_getscheduler(number),
+        os.sched_getaffinity(number),
+        os.getpriority(0, number),
         resource.prlimit(number, resource.RLIMIT_NOFILE),
-        priority,
-        affinity,
-    ]
-    return of_process + [
         status.st_mode,
         status.st_uid,
         status.st_mtime,
@@ -328,7 +302,8 @@ acts = (lambda: open({path!r}), lambda: os.listdir({str(tmp_path)!r}), lambda: o
         lambda: open("/etc/passwd"), lambda: open("/proc/self/root" + {path!r}), lambda: open({sandbox.__file__!r}),
         lambda: open({str(tmp_path / "new")!r}, "w"), lambda: open({path!r}, "w"), lambda: os.remove({path!r}),
         lambda: os.rename({path!r}, "moved"), lambda: open("/usr/lib/new", "w"), lambda: open("/var/new-file", "w"),
-        lambda: os.execv("/bin/cat", ["cat", {path!r}]), relative)
+        lambda: os.execv("/bin/cat", ["cat", {path!r}]), relative,
+        *(lambda name=name: open("/proc/{caller.process.pid}/" + name) for name in ("environ", "mem", "fd/0")))
 for number, act in enumerate(acts):
     try: act(); print("did", number)
     except OSError: pass
@@ -340,26 +315,22 @@ shutil.copy2("a/b/g", "copy")
 print(open("a/b/g").read())
 """
     assert caller.run(code) == (0, "1\n")
-    assert [file.name for file in tmp_path.iterdir()] == ["old"] and (tmp_path / "old").read_text()
-    assert caller.run("import os\nprint(os.listdir())") == (0, "[]\n")
-    if caller.private:  # else files are limited one by one
-        full = "for i in range(100): open(f'{i}', 'wb').write(bytes(10**6))"
-        assert caller.run(full)[0] == 1 and caller.run(full.replace("100", "50"))[0] == 0
-
-
-def test_a_program_leaves_no_trap_for_its_next_input(caller, tmp_path):
-    """Such as a link to a file outside, where the input would be written to."""
-    (tmp_path / "old").write_text("the expected output")
+    # A trap for the next input: a link to a file outside, where that would be written to.
     code = f"""
 import os
 for name in ("stdin", "stdout", "../stdin", "../stdout", os.getcwd()):
-    for act in (os.remove, lambda x: os.rename(x, "moved"), lambda x: os.symlink({str(tmp_path / "old")!r}, x)):
+    for act in (os.remove, lambda x: os.rename(x, "moved"), lambda x: os.symlink({path!r}, x)):
         try: act(name)
         except OSError: pass
 print(input())
 """
     assert caller.run(code, "1", "2") == (0, "2\n")
+    assert os.listdir(tmp_path) == ["old"]
     assert (tmp_path / "old").read_text() == "the expected output"
+    assert caller.run("import os\nprint(os.listdir())") == (0, "[]\n")
+    if caller.private:  # else files are limited one by one
+        full = "for i in range(100): open(f'{i}', 'wb').write(bytes(10**6))"
+        assert caller.run(full)[0] == 1 and caller.run(full.replace("100", "50"))[0] == 0
 
 
 def test_the_end_of_the_caller_is_the_end_of_its_programs(caller, tmp_path):
@@ -370,18 +341,16 @@ def test_the_end_of_the_caller_is_the_end_of_its_programs(caller, tmp_path):
     wait_until(lambda: not programs_of(other))
 
 
-def programs_of(caller) -> set[str]:
+def programs_of(caller) -> list[int]:
     """Return the processes whose command line names the caller's folder: others run programs at the
     same time.
     """
-    found = set()
-    for process in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            with open(f"/proc/{process}/cmdline") as line:
-                found |= {process} if str(caller.temporary) in line.read() else set()
-        except OSError:
-            pass
-    return found
+    return processes("-f", str(caller.temporary))
+
+
+def processes(*words: str) -> list[int]:
+    done = subprocess.run(["pgrep", *words], stdout=subprocess.PIPE)
+    return list(map(int, done.stdout.split()))
 
 
 def test_without_namespaces_and_landlock(tmp_path):

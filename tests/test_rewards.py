@@ -3,14 +3,12 @@ which score them.
 """
 
 import contextlib
+import itertools
 import math
 import os
 import random
 import re
 import signal
-import subprocess
-import sys
-import threading
 import time
 import types
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +19,6 @@ import pytest
 from conftest import ROOT
 from helpers import end_processes, refused, scores_by
 from test_data import prompts_of
-from test_tool_processes import is_running, wait_until
 from tiny_models import CPU, make_tokenizer
 
 from plumbing import processes
@@ -135,11 +132,6 @@ def make():
 # ---- processes -----------------------------------------------------------------------------------
 
 
-def test_a_function_that_fails_in_the_trial_call(file, make, capfd):
-    line = refused(capfd, lambda: make(f"{file}:too_few", rows=[row("1")]), noisy=True)
-    assert line.startswith(f"error: --reward {file}:too_few: a trial")
-
-
 @pytest.mark.parametrize("name, whole", [("trl", 1), ("ours", 1), ("Judge", 1), ("at_once", 0)])
 def test_whole_groups(file, make, name, whole):
     """Called once with all responses, in order, whichever ends first; others with what has ended."""
@@ -185,11 +177,16 @@ def test_event_loops_and_process_pools(make, tmp_path, base, name):
         assert scores[source] == [1, 2, 3], reward_sources.why_missing(source)
 
 
-def test_a_function_that_works_once_is_refused(file, make, capfd):
-    line = refused(capfd, lambda: make(f"{file}:once", rows=[row("1")]), noisy=True)
-    assert re.search(
-        r"a trial call failed: ZeroDivisionError \(.*\.py:\d+\): division by zero$", line
-    )
+@pytest.mark.parametrize(
+    "name, reason",
+    [
+        ("once", r"ZeroDivisionError \(.*\.py:\d+\): division by zero"),
+        ("too_few", "ValueError: returned 1 scores for 2 responses"),
+    ],
+)
+def test_a_function_that_fails_in_the_trial_calls(file, make, capfd, name, reason):
+    line = refused(capfd, lambda: make(f"{file}:{name}", rows=[row("1")]), noisy=True)
+    assert re.fullmatch(f"error: --reward {file}:{name}: a trial call failed: {reason}", line)
 
 
 @pytest.mark.parametrize("base", ["15_turns_column", "16_responses_column"])
@@ -332,39 +329,27 @@ def processes_of(reward_sources) -> list[int]:
     return list(map(int, Path(f"/proc/{server}/task/{server}/children").read_text().split()))
 
 
+def kill_processes(reward_sources) -> None:
+    for process in processes_of(reward_sources):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+
+
 def test_no_right_answer_is_wrong_because_its_process_was_killed(make):
-    """Its job is done once more; killed again, it has no score, and the reason is said. No
-    descriptor stays open.
-    """
+    """Its job is done once more; or the reason is said. No descriptor stays open."""
     reward_sources = make("math")
-    rows = [row(str(i)) for i in range(100)]
-    kills = []
-    ended = threading.Event()
-    score = lambda: scores_by(reward_sources, rows, [str(i) for i in range(100)], [[]] * 100)[
-        "math"
-    ]
+    texts = [str(i) for i in range(100)]
+    rows = list(map(row, texts))
+    score = lambda: scores_by(reward_sources, rows, texts, [[]] * 100)["math"]
     assert score() == [1.0] * 100
     descriptors = len(os.listdir("/proc/self/fd"))
-
-    def kill() -> None:
-        while not ended.wait(random.random() / 2):
-            for process in processes_of(reward_sources)[:1]:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process, signal.SIGKILL)
-                kills.append(process)
-
-    killer = threading.Thread(target=kill)
-    killer.start()
-    end = time.monotonic() + 300
-    try:
-        while len(kills) < 10:
-            assert killer.is_alive() and time.monotonic() < end, f"only {kills} were killed"
-            scores = score()
+    with ThreadPoolExecutor(1) as pool:
+        for _ in range(10):
+            scored = pool.submit(score)
+            time.sleep(random.random() / 2)
+            kill_processes(reward_sources)
+            scores = scored.result(300)
             assert 0.0 not in scores and (1.0 in scores or reward_sources.sources["math"].failure)
-    finally:
-        ended.set()
-        killer.join(60)
-    assert not killer.is_alive(), "the thread that kills does not end"
     assert score() == [1.0] * 100
     assert len(os.listdir("/proc/self/fd")) <= descriptors
 
@@ -375,12 +360,39 @@ def ask(reward_sources, code: str, seconds: float = 60.0) -> tuple:
     return reward_sources.loop.run(source.ask(seconds, "score", eval, [(code,)]))
 
 
-def test_a_call_whose_process_ends_is_made_once_more(make, tmp_path):
+def test_a_call_whose_process_ends_is_made_once_more(make, tmp_path, monkeypatch):
+    """Then the reason is said: what has ended may also be the process that forks another one."""
     mark = str(tmp_path / "mark")
     die = "__import__('os').kill(__import__('os').getpid(), 9)"
     dies_once = f"__import__('os').path.exists({mark!r}) or (open({mark!r}, 'x'), {die})"
-    assert ask(reward_sources := make("exact"), dies_once) == ([[True], ""], "")
-    assert ask(reward_sources, die) == (None, "the process of the call has ended")
+    reward_sources = make("exact")
+    fork = processes.ForkServer.fork
+
+    def fork_and_end(server, connection):
+        server.process.send_signal(signal.SIGSTOP)
+        fork(server, connection)
+        server.process.kill()
+
+    assert ask(reward_sources, dies_once) == ([[True], ""], "")
+    kill_processes(reward_sources)
+    assert ask(reward_sources, dies_once) == ([[True], ""], "")
+    said = "the process of the call has ended, or wrote into its connection"
+    assert ask(reward_sources, die) == (None, said)
+    monkeypatch.setattr(processes.ForkServer, "fork", fork_and_end)
+    assert ask(reward_sources, "1") == (None, "the fork server, which starts processes, has ended")
+
+
+STEP = "setattr(__import__('time'), 'time', __import__('itertools').count(step=1e5).__next__)"
+
+
+def test_a_step_of_the_wall_clock_is_no_time_out(make, monkeypatch):
+    """Not in the trainer, nor in a process; a program has a clock of its own."""
+    monkeypatch.setattr(time, "time", itertools.count(step=1e5).__next__)
+    reward_sources = make("exact", "code")
+    assert ask(reward_sources, f"{STEP} or __import__('time').sleep(0.1)") == ([[None], ""], "")
+    rows = [row("1", ["exact"]), row({"inputs": [""], "outputs": ["1"]}, ["code"])]
+    scores = scores_by(reward_sources, rows, ["1", "print(1)"], [[5]] * 2)
+    assert scores == {"exact": [1, 0], "code": [0, 1]}
 
 
 def test_a_call_that_no_process_begins_fails_in_time(make, monkeypatch):
@@ -388,32 +400,6 @@ def test_a_call_that_no_process_begins_fails_in_time(make, monkeypatch):
     monkeypatch.setattr(processes, "SECONDS_TO_LOAD", 0.3)
     monkeypatch.setattr(processes.ForkServer, "fork", lambda *_: time.sleep(0.1))
     assert not any(ask(make("exact"), "1", 0.2)[0] or ())
-
-
-def test_a_process_that_dies_between_calls_is_replaced(make):
-    reward_sources = make("exact")
-    for _ in range(2):
-        assert scores_by(reward_sources, [row("1")], ["1"], [[]])["exact"] == [1]
-        for process in processes_of(reward_sources):
-            os.kill(process, signal.SIGKILL)
-
-
-def test_processes_end_when_the_run_is_killed():
-    """Also one that is in a call, which no exception interrupts."""
-    program = """
-import asyncio
-from plumbing.processes import ForkServer, Processes
-from plumbing.rewards.verifiers import Checks
-code = "import os; os.write(2, b'%d\\\\n' % os.getpid()); 9 ** 9 ** 9"
-asyncio.run(Processes(ForkServer([]), Checks, 1).ask(600, "score", exec, [(code,)]))
-"""
-    process = subprocess.Popen(
-        [sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, cwd=ROOT
-    )
-    called = int(process.stderr.readline())
-    process.kill()
-    process.wait(60)
-    wait_until(lambda: not is_running(called))
 
 
 def test_the_largest_score():

@@ -162,12 +162,14 @@ def test_refill_samples_other_prompts_until_the_step_is_full(collected, differin
 
 
 @pytest.mark.parametrize("how", ["drop", "refill"])
-def test_where_no_group_is_left_nothing_trains(collected, how, capsys):
+def test_a_step_that_trains_on_few_responses_or_none_says_so(collected, how, capsys):
     got, calls, order = collected([[1.0, 1.0]], filter_groups=how, max_refills=2)
     scores = got.batch.scores
     assert len(calls) == (3 if how == "refill" else 1) and scores.isnan().all() and len(scores) == 8
     assert got.sampled.scores.nanmean().item() == 1
-    assert capsys.readouterr().err.startswith("warning: step 3: no response trains: ")
+    assert capsys.readouterr().err.startswith("warning: step 3 trains on 0 of 8 responses: ")
+    collected([[1.0] + [NAN] * 7])
+    assert "step 3 trains on 4 of 32 responses" in capsys.readouterr().err
 
 
 def test_a_dead_source_is_not_asked_again(collected):

@@ -87,8 +87,8 @@ class ToolProcess:
             return await self.process.ask(self.timeout, method, *arguments, interrupt=True)
         except Late:
             raise self.gone(f"{name} gave no answer within {self.timeout:g} s") from None
-        except Ended:
-            raise self.gone(f"{name} ended its process, or wrote into its connection") from None
+        except Ended as error:
+            raise self.gone(f"{name}: {error}") from None
         except Failed as error:
             if method == "call":  # the model does not need the place
                 raise ToolError(error.without_place) from None

@@ -108,7 +108,7 @@ def code(response: str, answer: Any, seconds: float = 24.0) -> float:
     }
     harness = f"{HARNESS}\nmain(**json.loads({json.dumps(given)!r}))"
     results, _ = sandbox.run(harness, [""], seconds)
-    _, *report = results[0][1].split(secret)
+    _, *report = next(results)[1].split(secret)
     if len(report) != 2:
         return 0.0
     try:

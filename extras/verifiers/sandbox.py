@@ -12,7 +12,7 @@ Imports the standard library only: the interpreter of the programs is isolated (
 
 import ctypes
 import functools
-import json
+import marshal
 import os
 import resource
 import select
@@ -21,12 +21,12 @@ import struct
 import sys
 import time
 import types
+from collections.abc import Iterator
 
 CPU_SECONDS = 10
 # Bytes of address space of its one process, of which the interpreter uses about 50 MB.
 MEMORY = 1 << 30
-FILE_SIZE = 16 << 20  # bytes of each file
-OUTPUT = 4 << 20  # bytes of what it prints, of which the rest is dropped
+FILE_SIZE = 4 << 20  # bytes of each file, and of what it prints
 FOLDER_SIZE = 64 << 20  # bytes of all files together, where there are namespaces
 OPEN_FILES = 64
 THREADS = 256
@@ -37,15 +37,16 @@ READABLE = (
     "/lib /lib64 /usr/lib /usr/lib64 /usr/local/lib /usr/share /etc/ld.so.cache /etc/localtime "
     "/etc/mime.types /proc/self /sys/devices/system/cpu"
 ).split()
-# System calls that are refused, with their numbers on x86_64 and aarch64. "only": unless an
-# argument, counted from 0, equals a number or has a bit; "not": if it does. A program keeps to one
-# process, so that the limits of this process hold all its memory, and nothing survives it.
+# System calls that are refused, with their numbers on x86_64 and aarch64, 999 for none. "only":
+# unless an argument, counted from 0, equals a number or has a bit; "not": if it does. A program
+# keeps to one process, so that the limits of this process hold all its memory, and nothing survives
+# it. It cannot send itself a SIGKILL, so that one from outside can be told.
 SYSTEM_CALLS = """
 socket             41 198
 socketpair         53 199  not 1 & 2          # SOCK_DGRAM, which sends to any address
 io_uring_setup    425 425                     # what it carries out passes no filter
-fork               57   -
-vfork              58   -
+fork               57 999
+vfork              58 999
 clone              56 220  only 0 & 0x10000   # CLONE_THREAD
 unshare           272  97
 setns             308 268
@@ -60,13 +61,28 @@ shmget             29 194                     # what these four make stays in me
 msgget             68 186
 semget             64 190
 mq_open           240 180
+mq_unlink         241 181                     # what others have made, like the next eight
+shmat              30 196
+shmctl             31 195
+semop              65 193
+semctl             66 191
+semtimedop        220 192
+msgsnd             69 189
+msgrcv             70 188
+msgctl             71 187
 io_setup          206   0                     # of a number that is limited for all users together
 syslog            103 116                     # the kernel's log
 memfd_create      319 279                     # memory that is not address space
 memfd_secret      447 447
 truncate           76  45                     # Landlock holds it from Linux 6.2 on
 kill               62 129  only 0 = {pid}
+kill               62 129  not 1 = 9          # SIGKILL
 tgkill            234 131  only 0 = {pid}
+tgkill            234 131  not 2 = 9
+fcntl              72  25  not 1 = 10         # F_SETSIG: the signal of a descriptor
+timer_create      222 107                     # sends any signal
+setrlimit         160 164  not 0 = 0          # RLIMIT_CPU, at which the kernel sends SIGKILL
+prlimit64         302 261  not 1 = 0
 tkill             200 130
 rt_sigqueueinfo   129 138
 rt_tgsigqueueinfo 297 240
@@ -91,17 +107,17 @@ ioprio_set        251  30
 # What Landlock leaves alone: modes, owners, times and other attributes of files. These calls do
 # nothing and succeed, as shutil.copy requires.
 ATTRIBUTES = """
-chmod              90   -
+chmod              90 999
 fchmod             91  52
 fchmodat          268  53
 fchmodat2         452 452
-chown              92   -
+chown              92 999
 fchown             93  55
-lchown             94   -
+lchown             94 999
 fchownat          260  54
-utime             132   -
-utimes            235   -
-futimesat         261   -
+utime             132 999
+utimes            235 999
+futimesat         261 999
 utimensat         280  88
 setxattr          188   5
 lsetxattr         189   6
@@ -121,37 +137,42 @@ COLUMN, ARCHITECTURE = {"x86_64": (1, 0xC000003E), "aarch64": (2, 0xC00000B7)}.g
 )
 libc = ctypes.CDLL(None, use_errno=True)
 # The kernel's version, below 1 for none.
-LANDLOCK = libc.syscall(ctypes.c_long(444), None, ctypes.c_size_t(0), 1)
+LANDLOCK = libc.syscall(444, None, 0, 1)
 
 
-def run(code: str, inputs: list[str], seconds: float) -> tuple[list[tuple[int, str]], str]:
-    """Run a program once for each input, which it reads from stdin, until it fails on one of them.
+def run(code: str, inputs: list[str], seconds: float) -> tuple[Iterator[tuple[int, str]], str]:
+    """Run a program once for each input, which it reads from stdin.
 
-    Return (status, stdout) of each, and what does not hold programs on this machine, "" for
-    nothing. The status is the exit code, or 128 + its number if a signal, as of the time limit,
-    ended it.
+    Return the (status, stdout) of each run, and what does not hold programs on this machine, "" for
+    nothing. The status is the exit code, or 128 + its number if a signal, as at a limit, ended it.
+    Who takes no further result ends the program: the next inputs are not run.
 
     Args:
         seconds: of wall clock, for all inputs together.
 
-    Raise RuntimeError or OSError if programs cannot be run.
+    Raise RuntimeError or OSError, also between results, if programs cannot be run, or if something
+    else kills one, as the kernel does where memory runs out.
     """
+    results = start(code, inputs, seconds)
+    return results, next(results)[1]
+
+
+def start(code: str, inputs: list[str], seconds: float) -> Iterator[tuple[int, str]]:
+    """Yield (0, what does not hold programs), and then the results, see `run`."""
     # Not in the process of a program, which imports this file as well and starts faster without.
     import subprocess
     import tempfile
 
     with (
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
-        tempfile.TemporaryFile("w+") as job,
-        tempfile.TemporaryFile() as output,
+        tempfile.TemporaryFile() as job,
     ):
-        json.dump([code, inputs, time.monotonic() + seconds], job)
+        marshal.dump([code, inputs, time.monotonic() + seconds], job)
         job.seek(0)
-        script = os.path.abspath(__file__)
         process = subprocess.Popen(
-            [sys.executable, "-I", "-X", "utf8", script, folder, str(os.getpid())],
+            [sys.executable, "-I", "-Xutf8", os.path.abspath(__file__), folder],
             stdin=job,
-            stdout=output,
+            stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env={
                 "PATH": os.defpath,
@@ -162,21 +183,26 @@ def run(code: str, inputs: list[str], seconds: float) -> tuple[list[tuple[int, s
             },
             start_new_session=True,
         )
-        ended = os.pidfd_open(process.pid)  # process.wait(timeout) would look every 50 ms
         try:
-            if not is_ready(ended, 1.2 * seconds):  # its clock ends it before
-                return [(128 + signal.SIGKILL, "")], ""
-        finally:
-            os.close(ended)
-            os.killpg(process.pid, signal.SIGKILL)  # also what a program without filter left
-            process.wait()
-        if process.returncode:
+            for _ in ["", *inputs]:
+                status, text = marshal.load(process.stdout)  # type: ignore[arg-type]
+                yield status, text.decode(errors="replace")
+        except EOFError:
             raise RuntimeError(
-                f"the process of a program ended with exit code {process.returncode}"
-            )
-        output.seek(0)
-        results, missing = json.load(output)
-        return list(map(tuple, results)), missing
+                "programs cannot be run, or one was killed, as where memory runs out"
+            ) from None
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)  # also what a program without filter left
+            process.communicate()
+            # Folders in folders, so deep that neither a path nor recursion reaches the last one, are
+            # moved side by side.
+            folders = [folder]
+            for parent in folders:
+                for entry in list(os.scandir(parent)):
+                    if entry.is_dir(follow_symlinks=False):
+                        os.chmod(entry, 0o700)
+                        folders.append(tempfile.mktemp(dir=folder))
+                        os.rename(entry, folders[-1])
 
 
 @functools.cache
@@ -185,7 +211,7 @@ def open_limits() -> str:
     none runs.
     """
     results, missing = run("print(input())", ["1"], 60.0)
-    if results != [(0, "1\n")]:
+    if list(results) != [(0, "1\n")]:
         raise RuntimeError("a program that prints what it reads does not run within the limits")
     return missing
 
@@ -200,26 +226,17 @@ def checked(result: int) -> int:
     return result
 
 
-def is_ready(process: int, seconds: float) -> bool:
-    """Return whether the process of this descriptor ends within so many seconds."""
-    poll = select.poll()  # select.select takes no descriptor above 1023
-    poll.register(process, select.POLLIN)
-    return bool(poll.poll(1000 * seconds))
-
-
 def end_with_parent() -> None:
-    """Let this process end when its parent does. One that has ended before leaves it its time."""
+    """Let this process end when its parent does; if that has ended already, the next `write` fails."""
     checked(libc.prctl(1, signal.SIGKILL, 0, 0, 0))  # PR_SET_PDEATHSIG
 
 
-def main(folder: str, caller: int) -> None:
-    """Run the program on stdin, and print [(status, stdout) of each input], and what does not hold
-    it.
-    """
+def main(folder: str) -> None:
+    """Run the program that is on stdin, and write what `start` yields."""
     end_with_parent()
-    if os.getppid() != caller:
-        sys.exit(1)
-    code, inputs, deadline = json.load(sys.stdin)
+    # Programs, too: who ends a run may send it to all of its processes.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    code, inputs, deadline = marshal.load(sys.stdin.buffer)
     with open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # where memory runs out, the kernel ends programs first
     missing = []
@@ -231,12 +248,14 @@ def main(folder: str, caller: int) -> None:
         enter_namespaces(folder)
     except OSError as error:
         missing.append(f"no namespaces ({error.strerror}): they can fill the disk")
-    results = []
+    write(0, "; ".join(missing).encode())
     for text in inputs:
-        results.append(run_once(code, text, deadline, folder))
-        if results[-1][0]:
-            break
-    print(json.dumps([results, "; ".join(missing)]))
+        write(*run_once(code, text, deadline, folder))
+
+
+def write(status: int, text: bytes) -> None:
+    marshal.dump((status, text), sys.stdout.buffer)
+    sys.stdout.flush()
 
 
 def enter_namespaces(folder: str) -> None:
@@ -251,7 +270,8 @@ def enter_namespaces(folder: str) -> None:
     checked(libc.unshare(0x20000 | 0x8000000 | 0x10000000 | 0x20000000 | 0x40000000))
     # Process 1 of the new namespace, whose end is the end of all processes there.
     if child := os.fork():
-        os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 0xFF)
+        os.waitpid(child, 0)
+        os._exit(0)
     end_with_parent()
     for file, line in (
         ("setgroups", "deny"),
@@ -262,21 +282,20 @@ def enter_namespaces(folder: str) -> None:
             mapping.write(line)
     # mount_setattr (Linux 5.12), AT_RECURSIVE for all mounts: MOUNT_ATTR_RDONLY, MS_PRIVATE.
     attributes = struct.pack("QQQQ", 1, 0, 0x40000, 0)
-    checked(libc.syscall(ctypes.c_long(442), -100, b"/", 0x8000, attributes, ctypes.c_size_t(32)))
+    checked(libc.syscall(442, -100, b"/", 0x8000, attributes, 32))
     options = b"mode=700,size=%d,nr_inodes=4096" % FOLDER_SIZE
     checked(libc.mount(b"none", folder.encode(), b"tmpfs", 2 | 4, options))  # MS_NOSUID | MS_NODEV
 
 
-def run_once(code: str, text: str, deadline: float, folder: str) -> tuple[int, str]:
+def run_once(code: str, text: str, deadline: float, folder: str) -> tuple[int, bytes]:
     """Return the exit code of a program (128 + signal, as in a shell) and what it printed before
-    the deadline.
+    the deadline. Raise RuntimeError if it was killed, but not for a limit.
     """
     # In memory: the program could put a link in the place of a file in its folder. Descriptors, not
     # files: the program's process closes them, and ends as Python does.
     stdin = os.memfd_create("stdin")
     stdout = os.memfd_create("stdout")
-    os.write(stdin, text.encode(errors="replace"))
-    os.lseek(stdin, 0, os.SEEK_SET)
+    os.pwrite(stdin, text.encode(errors="replace"), 0)
     child = os.fork()
     if not child:
         end_with_parent()
@@ -289,27 +308,34 @@ def run_once(code: str, text: str, deadline: float, folder: str) -> tuple[int, s
         sys.modules["__main__"] = module = types.ModuleType("__main__")
         exec(compile(code, "code.py", "exec", dont_inherit=True), vars(module))
         sys.exit()
-    ended = os.pidfd_open(child)
-    with open(f"/proc/self/fdinfo/{ended}") as file:  # the number that /proc has for the child
+    process = os.pidfd_open(child)
+    with open(f"/proc/self/fdinfo/{process}") as file:  # the number that /proc has for the child
         threads = f"/proc/{file.read().partition('Pid:')[2].split()[0]}/task"
-    while (left := deadline - time.monotonic()) > 0 and not is_ready(ended, min(0.05, left)):
-        if len(os.listdir(threads)) > THREADS:  # RLIMIT_NPROC would not hold root
-            break
+    poll = select.poll()
+    poll.register(process)
+    # Here rather than by RLIMIT_CPU, whose SIGKILL would look like the kernel's for lack of memory,
+    # and RLIMIT_NPROC, which would not hold root. See clock_getcpuclockid(3) for the clock.
+    while not (ended := poll.poll(50)) and (
+        time.monotonic() < deadline
+        and time.clock_gettime(~child << 3 | 2) < CPU_SECONDS
+        and len(os.listdir(threads)) <= THREADS
+    ):
+        pass
     os.kill(child, signal.SIGKILL)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    os.close(stdin)
-    os.close(ended)
-    with open(stdout, "rb") as file:
-        file.seek(0)
-        return status if status >= 0 else 128 - status, file.read(OUTPUT).decode(errors="replace")
+    if ended and status == -signal.SIGKILL:
+        raise RuntimeError("something else has killed the program")
+    printed = os.pread(stdout, FILE_SIZE, 0)
+    for descriptor in (stdin, stdout, process):
+        os.close(descriptor)
+    return status if status >= 0 else 128 - status, printed
 
 
 def restrict(folder: str) -> None:
     """Give up for good what this process may do, except to compute, read READABLE and use
     `folder`.
     """
-    limits = dict(CPU=CPU_SECONDS, AS=MEMORY, FSIZE=FILE_SIZE, NOFILE=OPEN_FILES, CORE=0)
-    for name, limit in limits.items():
+    for name, limit in dict(AS=MEMORY, FSIZE=FILE_SIZE, NOFILE=OPEN_FILES, CORE=0).items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
     checked(libc.capset(struct.pack("Ii", 0x20080522, 0), bytes(24)))
     checked(libc.prctl(38, 1, 0, 0, 0))  # PR_SET_NO_NEW_PRIVS
@@ -337,15 +363,13 @@ def confine(folder: str) -> None:
     # The rights of files, of TCP (bind, connect) and of what reaches processes outside (abstract
     # sockets, signals).
     ruleset = struct.pack("QQQ", everything, 3 if LANDLOCK >= 4 else 0, 3 if LANDLOCK >= 6 else 0)
-    rules = checked(libc.syscall(ctypes.c_long(444), ruleset, ctypes.c_size_t(len(ruleset)), 0))
+    rules = checked(libc.syscall(444, ruleset, len(ruleset), 0))
     for path, right in rights.items():
         if os.path.exists(path):
             opened = os.open(path, os.O_PATH)
-            checked(
-                libc.syscall(ctypes.c_long(445), rules, 1, struct.pack("=Qi", right, opened), 0)
-            )
+            checked(libc.syscall(445, rules, 1, struct.pack("=Qi", right, opened), 0))
             os.close(opened)
-    checked(libc.syscall(ctypes.c_long(446), rules, 0))
+    checked(libc.syscall(446, rules, 0))
     os.close(rules)
 
 
@@ -370,8 +394,6 @@ def filter_system_calls() -> None:
     for table, answer in ((SYSTEM_CALLS, refused), (ATTRIBUTES, done)):
         for line in table.format(pid=os.getpid()).strip().splitlines():
             words = line.partition("#")[0].split()
-            if words[COLUMN] == "-":
-                continue
             row = [(end, 0, 0, answer)]
             if len(words) > 3:
                 word, argument, operator, value = words[3:]
@@ -386,4 +408,4 @@ def filter_system_calls() -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1])

@@ -428,9 +428,11 @@ def select_groups(
         chosen = has_signal.repeat_interleave(size).nonzero()[:most, 0].tolist()
         batch = Batch.from_samples([sampled.samples[i] for i in chosen], scores.device)
         batch.scores = scores[chosen]
-    if not batch.scores.isfinite().any():
+    trained = int(batch.scores.isfinite().sum())
+    if 4 * trained < len(batch.samples):
         utils.warn(
-            f"step {step}: no response trains: each lacks a score, or was masked or filtered out"
+            f"step {step} trains on {trained} of {len(batch.samples)} responses: each of the others "
+            "lacks a score, or was masked or filtered out"
         )
     missing = unscored(sampled, sampler.reward_sources, args)
     tokens = sum(sampled.lengths)
