@@ -36,27 +36,33 @@ def after_thought(response: str) -> str:
     return response.rpartition("</think>")[2].partition("<think>")[0].strip()
 
 
-BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
-BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace is text
+# The start of a box or a box without braces, an escaped character, which is text, or a brace.
+BOX = re.compile(r"\\+(?:boxed|fbox)(?![A-Za-z])\s*(\{|[^\s${}]+)?|\\.|[{}]", re.DOTALL)
 
 
-def last_box(text: str) -> str | None:
-    r"""Return the content of the last \boxed{} or \fbox{} of a text; without braces, as in \boxed 5, the next word.
+def last_boxes(text: str) -> list[str] | None:
+    r"""Return the contents of \boxed{} and \fbox{} in the last sentence that has one; of a box in a
+    box the inner one; without braces, as in \boxed 5, the next word.
 
-    Return None without a box, or if its brace is not closed.
+    Return None without a box, and [] if the brace of one is not closed.
     """
-    *before, rest = BOX.split(text)
-    if not before:
+    starts = [match.start() for match in re.finditer(r"\\(?:boxed|fbox)(?![A-Za-z])", text)]
+    if not starts:
         return None
-    if not rest.startswith("{"):
-        word = re.match(r"[^\s${}]+", rest)
-        return word and word[0]
-    depth = 0
-    for brace in BRACE.finditer(rest):
-        depth += {"{": 1, "}": -1}.get(brace[0], 0)
-        if depth == 0:
-            return rest[1 : brace.start()].strip()
-    return None
+    end = max(0, text.rfind("\n", 0, starts[-1]), text.rfind(". ", 0, starts[-1]))
+    contents = []
+    opened = []  # where the content of each open brace begins, 0 without a box
+    for part in BOX.finditer(text, end):
+        if part[0] == "}" and opened:
+            start = opened.pop()
+            if start > end:
+                contents.append(text[start : part.start()].strip())
+                end = part.end()
+        elif part[0].endswith("{") and part[0] != r"\{":
+            opened.append(part.end() if part[1] else 0)
+        elif part[1]:
+            contents.append(part[1])
+    return [] if any(opened) else contents
 
 
 def final_text(response: str) -> str:
@@ -73,8 +79,7 @@ def final_text(response: str) -> str:
 def stated_text(response: str) -> str:
     r"""Return the last \boxed{} of the `final_text` of a response, or without one all of it."""
     text = final_text(response)
-    box = last_box(text)
-    return text if box is None else box
+    return (last_boxes(text) or [text])[-1]
 
 
 NUMBER = re.compile(r"[-+]?(?=\.?[0-9])(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]*)(?:\.[0-9]+)?")
@@ -84,7 +89,7 @@ def plain_number(text: str) -> Fraction | None:
     """Return a decimal number, 8 for "08", "+8.0" and "$8."; None for other text and for over 300
     characters.
     """
-    text = text.replace("$", "").strip().rstrip(".")
+    text = re.sub(r"\\?\$", "", text).strip().rstrip(".")
     return Fraction(text.replace(",", "")) if len(text) <= 300 and NUMBER.fullmatch(text) else None
 
 
@@ -95,7 +100,7 @@ def marked_number(response: str) -> Fraction | None:
     A tag needs no "####": <answer>8</answer>.
     """
     text = final_text(response)
-    numbers = re.findall(r"####\s*([-+$]*[.,]?[0-9](?:[^\n#]*[0-9])?)", text)
+    numbers = re.findall(r"####[\s*]*((?:[-+]|\\?\$)*[.,]?[0-9](?:[^\n#]*[0-9])?)", text)
     if not numbers and text != after_thought(response):  # it is in a tag
         numbers = [text]
     return plain_number(numbers[-1]) if numbers else None
