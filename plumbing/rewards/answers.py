@@ -36,33 +36,24 @@ def after_thought(response: str) -> str:
     return response.rpartition("</think>")[2].partition("<think>")[0].strip()
 
 
-# The start of a box or a box without braces, an escaped character, which is text, or a brace.
-BOX = re.compile(r"\\+(?:boxed|fbox)(?![A-Za-z])\s*(\{|[^\s${}]+)?|\\.|[{}]", re.DOTALL)
+CONTENT = r"(?:\\(?!boxed).|[^{}\\])*+"
+for _ in range(8):  # braces in each other
+    CONTENT = rf"(?:\\(?!boxed).|[^{{}}\\]|\{{{CONTENT}\}})*+"
+BOX = re.compile(rf"\\boxed\s*(?:\{{({CONTENT})\}}|([^\s${{}}]+))", re.DOTALL)
 
 
 def last_boxes(text: str) -> list[str] | None:
     r"""Return the contents of \boxed{} and \fbox{} in the last sentence that has one; of a box in a
     box the inner one; without braces, as in \boxed 5, the next word.
 
-    Return None without a box, and [] if the brace of one is not closed.
+    Return None without a box, and [] if the last one is not closed.
     """
-    starts = [match.start() for match in re.finditer(r"\\(?:boxed|fbox)(?![A-Za-z])", text)]
-    if not starts:
+    before, box, rest = text.replace(r"\fbox", r"\boxed").rpartition(r"\boxed")
+    if not box:
         return None
-    end = max(0, text.rfind("\n", 0, starts[-1]), text.rfind(". ", 0, starts[-1]))
-    contents = []
-    opened = []  # where the content of each open brace begins, 0 without a box
-    for part in BOX.finditer(text, end):
-        if part[0] == "}" and opened:
-            start = opened.pop()
-            if start > end:
-                contents.append(text[start : part.start()].strip())
-                end = part.end()
-        elif part[0].endswith("{") and part[0] != r"\{":
-            opened.append(part.end() if part[1] else 0)
-        elif part[1]:
-            contents.append(part[1])
-    return [] if any(opened) else contents
+    sentence = re.split(r"\n|\. ", before)[-1] + box + rest
+    whole = BOX.match(box + rest)
+    return ["".join(content).strip() for content in BOX.findall(sentence)] if whole else []
 
 
 def final_text(response: str) -> str:
