@@ -102,7 +102,7 @@ SPELLINGS = r"""
 \\equiv\b|≡                                    →=
 \{([:,])\}                                     →\1
 (?<!\\)\$|(?<!\\)\\[()\[\]]|\\!\s*|`           →
-\\(?:checkmark|left|right|displaystyle|normalsize|[lL]arge|LARGE|[hH]uge|bf|it|rm|bm|boldsymbol|underline)(?![A-Za-z]) →␣
+\\(?:checkmark|Rightarrow|implies|therefore|left|right|displaystyle|normalsize|[lL]arge|LARGE|[hH]uge|bf|it|rm|bm|boldsymbol|underline)(?![A-Za-z]) →␣
 \\(?:text)?color␣*\{\w+\}|(?<!\\)\\[,;:>␣]|\\q?quad\b|~|\s →␣
 \\(?:text(?:normal|bf|it|rm)?|math(?:rm|bf|it|sf)|[mh]box|operatorname)\*?\s*\{((?:[^{}]|\{[^{}]*\})*)\} →␣\1␣
 \\frac␣?\{␣([A-Za-z]+)␣\}\{␣([A-Za-z]+␣(?:\^\d)?)␣?\} →␣\1/\2
@@ -125,23 +125,29 @@ SPELLINGS = r"""
 \\\$                                           →$
 \bmph\b                                        →mi/h
 \bkm?ph\b                                      →km/h
+(\d.*[a-z$€£¥₹])␣(?:per|a)␣(?=[a-z])                →\1/
 /␣?\(([^()\d]*)\)                              →/\1
+(?<=[A-Za-z])␣([a-z]{1,3})␣?\^␣?\{?␣?-(\d)␣?\}? →/\1^\2
 (?<![\w.])([\d.]+)[eE]([-+]?\d+)(?!\w)         →\1\\times␣10^{\2}
 (\.\d*)\\overline␣?\{(\d+)\}                   →\1\2\2\2\2\2\2\2\2
 (?<=\d)␣(?=(?:\d{3}␣)*\d{3}(?!\d))             →
 (?<![\w.}])(\d+)␣(\d+)/(\d+)(?!\w)             →\1\\frac{\2}{\3}
 \\?sqrt␣?(?:\(([^()]*)\)|(\d+))                →\\sqrt{\1\2}
 \^?␣?\{?␣?(?:\\circ|\\?degrees?\b|°)␣?\}?␣?([CF]?)(?:elsius|ahrenheit)?(?![A-Za-z]) →␣deg\1␣
+\^␣?\{?1\}?(?!\d)                              →
 \^(-?\d+)                                      →^{\1}
+\bC_\{?(\d+)\}?\^\{?(\d+)\}?|\{\}_\{?(\d+)\}?␣?C_\{?(\d+)\}? →\\binom{\1\3}{\2\4}
+\\(max|min|gcd|lcm)\\\{(.*?)\\\}               →\\\1(\2)
+^(-?\d+),(\d\d)$                               →\1.\2
 (?<![\\A-Za-z])(pi|sin|cos|tan|log|ln)(?![A-Za-z]) →\\\1␣
 ^\\\{␣*(\(.*\))␣*\\\}$                         →\1
 (?<=\d)␣(?:square|sq\.?)␣([a-z]+)|(?<=[a-z]{2})␣squared →␣\1^2
 (?<=\d)␣cubic␣([a-z]+)                         →␣\1^3
 \b(?:and|or)\b(?!.*(?:[<>]|\\[lg]))(?=.*\d)    →,
-,?␣\(?(?:because|since|not)\b.*|[,(]␣?(?:as|by|attained|achieved)\b.* →
+,?␣\(?(?:because|since|not)\b.*|[,(]␣?(?:as|by|attained|achieved)\b.*|,?␣for␣(?:any|all|every|some)\b.*|(?<=[a-z}]),?␣where\b.* →
 (?i)^[^\d,;=\\]*?(?:\b(?:is|are|was|has|have|equals?|gives?|gets?|(?:must|will|would|should|to)␣be)\b(?:␣equal)?(?:␣to)?|[:：])[\s:]* →
-(?i)\b(?:the|an|of|it|so|we|there|total|result|answer|option|choice|exactly|approximately|all|any|each|left|old|long|find|thus|hence|therefore|a(?=␣\w\w))\b␣* →
-^[␣*_]*(?:\\approx\b|[+=])?␣*|[␣*_.,;:\\。]+$   →
+(?i)\b(?:the|an|of|it|so|we|there|total|result|answer|option|choice|exactly|approximately|all|any|each|left|old|long|find|thus|hence|therefore|a(?=␣\w\w))\b[␣,]* →
+^[␣*_#]*(?:\\approx\b|[+=])?␣*|[␣*_.,;:\\。]+$   →
 """
 TIDY = [re.split(" *→", line) for line in SPELLINGS.replace("␣", " ").strip().splitlines()]
 CHOICE = re.compile(r"^\(?([A-Z])(?:\)|[.:]) +(?!\(?[A-Z]\b)(.+)")
@@ -152,19 +158,21 @@ UNITS = """
 meter=m metre=m gram=g second=s sec=s minute=min hour=h hr=h day=day month=month week=week year=yr yr=yr liter=L litre=L
 l=L joule=J newton=N watt=W volt=V ampere=A amp=A coulomb=C kelvin=K farad=F tesla=T ohm=Ω hertz=Hz pascal=Pa mole=mol
 byte=B bit=bit calorie=cal foot=ft feet=ft inch=in inche=in yard=yd mile=mi pound=£ lb=£ gbp=£ ounce=oz gallon=gal
-radian=rad deg=° dollar=$ usd=$ euro=€ eur=€ yen=¥ rupee=₹ cent=¢ point=pt unit=1 people=people eV=eV degC=°C degF=°F
-st=th nd=th rd=th bpm=bpm %=% '='
+radian=rad deg=° dollar=$ usd=$ euro=€ eur=€ yen=¥ rupee=₹ cent=¢ point=pt pt=pt unit=1 people=people eV=eV degC=°C degF=°F
+st=th nd=th rd=th bpm=bpm %=% '=' /=/
 """
 PREFIXES = "kilo=k mega=M giga=G tera=T centi=c milli=m micro=μ nano=n ="
 NAMES = {
     prefix + name: symbol + unit
-    for prefix, symbol in (pair.split("=") for pair in PREFIXES.split())
-    for name, unit in (pair.split("=") for pair in UNITS.split())
+    for prefix, symbol in re.findall(r"(\S*)=(\S*)", PREFIXES)
+    for name, unit in re.findall(r"(\S+)=(\S+)", UNITS)
 }
-FACTOR = r"(?<![A-Za-z\\])(mod\d+|[^\W\d_]{2,}+|(?<![\d}])[mghslLJNWVACKFTMΩB]|[a-z](?=/)|[$€£¥₹¢%'])(?:(?: ?\^ ?\{? ?)?(-?\d) ?\}?)?"
-UNIT = re.compile(
-    rf"(?:\d|\\pi)[^=]*?(?<=[\w}})!%'$])((?:(?:[ /-]|\\cdot|\b(?:per|a)\b)*+{FACTOR})++[ .]*)$"
+# A unit and its power, or a slash.
+FACTOR = (
+    r"(?:(?<![A-Za-z\\])(mod\d+|[^\W\d_]{2,}+|(?<![\d}])[mghslLJNWVACKFTMΩB]|[a-z](?=/)|[$€£¥₹¢%'])"
+    r"(?:(?: ?\^ ?\{? ?)?(\d) ?\}?)?|(/)(?! ?\d))"
 )
+UNIT = re.compile(rf"(?:\d|\\pi)[^=]*?(?<=[\w}})!%'$])((?:(?:[ -]|\\cdot)*+{FACTOR})++)[ .]*$")
 
 
 def unit_of(word: str) -> str:
@@ -179,29 +187,24 @@ def unit_of(word: str) -> str:
 @functools.lru_cache(maxsize=64)  # the responses of a group have the same reference
 def read_answer(stated: str) -> Answer:
     """Return the parts of an answer, in a sentence perhaps such as "The area is 12 cm^2"."""
-    text = stated[: LONGEST + 1]
+    if len(stated) > LONGEST:
+        return Answer(set(), words=[stated])
+    text = stated
     for pattern, replacement in TIDY:
         text = re.sub(pattern, replacement, text)
-    if len(stated) > LONGEST:
-        return Answer(set(), words=[text])
     formula = CHOICE.sub(r"\2", text)
     unit = []
     if match := UNIT.search(formula):
-        parts = re.split(r"/|\b(?:per|a)\b", match[1], maxsplit=1)
         factors = [
-            (unit_of(word), sign + (power or "1"))
-            for sign, part in zip(("", "-"), parts)
-            for word, power in re.findall(FACTOR, part)
+            (unit_of(word or slash), power) for word, power, slash in re.findall(FACTOR, match[1])
         ]
         if all(name for name, _ in factors[1:] or factors):  # the first may be an adjective
-            unit = sorted(factor for factor in factors if factor[0] not in ("", "1"))
+            unit = [factor for factor in factors if factor[0] not in ("", "1")]
             formula = formula[: match.start(1)]
-    spellings = {
-        re.sub(r"(?<!\d) | (?!\d)|\.(?!\d)", "", CHOICE.sub(part, text).casefold())
-        for part in (r"\1", r"\g<0>")
-    }
+    spelling = re.sub(r"(?<!\d) | (?!\d)|\.(?!\d)", "", text.casefold())
+    spellings = {spelling, CHOICE.sub(r"\1", text).casefold()} - {""}
     words = WORD.findall(NAME.sub("", formula).casefold())
-    return Answer(spellings - {""}, WORD.sub("", formula), unit, words)
+    return Answer(spellings, WORD.sub("", formula), unit, words)
 
 
 # ---- comparing -----------------------------------------------------------------------------------
@@ -231,10 +234,12 @@ def equal(reference: Answer, stated: Answer) -> bool:
     formula = stated.formula
     if "=" not in reference.formula:
         formula = "" if UNSOLVED.match(formula) else NAME.sub("", formula)
-    if not reference.unit and stated.unit == [("%", "1")]:
+    if not reference.unit and stated.unit == [("%", "")]:
         formula += r"\%"
     one, other = parse(reference.formula), parse(formula)
-    return close(one, other) and verify(one, other, timeout_seconds=None)
+    return close(one, other) and verify(
+        one, other, allow_set_relation_comp=True, timeout_seconds=None
+    )
 
 
 @functools.lru_cache(maxsize=64)
@@ -244,20 +249,13 @@ def parse(text: str) -> Any:
     """
     from latex2sympy2_extended.math_normalization import NormalizationConfig, normalize_latex
     from math_verify.parser import parse_latex_cached
-    from sympy import Eq
-    from sympy.core.relational import Relational
 
     # Its list of units has c, d, h and t, and makes 2 of 2c.
     latex = normalize_latex(text, NormalizationConfig(malformed_operators=True))
     try:
-        expression = parse_latex_cached(latex)
+        return parse_latex_cached(latex)
     except Exception:  # of several libraries
         return latex
-    with suppress(Exception):  # such as of what has no such attribute
-        sides = [side for part in expression.atoms(Relational) for side in part.args]
-        if sides and all(x.is_Symbol or x.is_number for x in sides) and not expression.has(Eq):
-            return expression.as_set()
-    return expression
 
 
 def close(one: Any, other: Any) -> bool:
