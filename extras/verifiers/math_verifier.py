@@ -6,7 +6,6 @@ becomes a value, a unit and words. docs/data_and_rewards.md has the rules. Compa
 last forever: the caller kills the process of a check after LIMIT seconds.
 """
 
-import functools
 import re
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -22,9 +21,9 @@ class Answer(NamedTuple):
     """An answer in the parts that are compared."""
 
     spellings: set  # all of it, and the letter of a choice such as (C) 7
-    formula: str = ""
-    unit: list = []  # its factors with their powers
-    words: list = []  # further ones
+    formula: str
+    unit: list  # its factors with their powers
+    words: list  # further ones
 
 
 def math(response: str, answer: Any) -> float:
@@ -35,7 +34,7 @@ def math(response: str, answer: Any) -> float:
 
 def reference_text(answer: Any) -> str:
     """Return what a response has to repeat of a reference; raise ValueError if that is nothing."""
-    reference = stated_answer(gold_answer(answer), is_reference=True)
+    reference = stated_answer("####" + gold_answer(answer))  # what follows this sign is one
     if not re.search(r"\w", reference) or len(reference) > LONGEST:
         raise ValueError(f"{answer!r:.60} is not an answer that a response can repeat")
     return reference
@@ -50,25 +49,23 @@ ANNOUNCED = re.compile(
     r"(?:[^.\n:]{0,80}?(?::|=|\b(?:is|are|be|est|es|ist|é|è)\b)|\W{0,9}?(?=\n|\\\[|\\\(|\$))"
     r"|(?:答案|答え|正解|정답)\W?[是为はは은]?|####)(?:[\s*_`#>:：]{0,9}\n\s*[-•*]\s)?[\s*_`#>:：]*"
 )
-SENTENCE = re.compile(r"(?:\\\[.{0,500}?\\\]|\$\$.{0,500}?\$\$|[^\n.。]|\.(?![\s*]|$))+", re.DOTALL)
+SENTENCE = re.compile(r"(?s)(?:\\\[.{0,500}?\\\]|\$\$.{0,500}?\$\$|[^\n.。]|\.(?![\s*]|$))+")
 # Bold, a formula or a number.
 PIECE = re.compile(
-    r"(?:\*\*|`|\$).{1,200}?(?:\*\*|`|\$)|\\\(.{1,200}?\\\)|\\\[.{1,200}?\\\]|-?\d[\d.,/]*%?",
-    re.DOTALL,
+    r"(?s)(?:\*\*|`|\$).{1,200}?(?:\*\*|`|\$)|\\\(.{1,200}?\\\)|\\\[.{1,200}?\\\]|-?\d[\d.,/]*%?"
 )
 
 
-def stated_answer(text: str, is_reference: bool = False) -> str:
+def stated_answer(text: str) -> str:
     """Return the boxes of the last sentence with one, else the sentence after the last announcement,
-    else a reference itself; of a response the last sentence with a formula, or, if that has further
-    words, its last formula.
+    else the last sentence with a formula, or, if that has further words, its last formula.
     """
     boxes = last_boxes(text)
     if boxes is not None:
         return ", ".join(dict.fromkeys(boxes))
     *before, rest = ANNOUNCED.split(text)
     sentences = SENTENCE.findall(rest) or [""]
-    if before or is_reference:
+    if before:
         return sentences[0]
     sentence = ([x for x in sentences if re.search(r"[\d\\$=*`_]", x)] or sentences)[-1]
     pieces = PIECE.findall(sentence)
@@ -102,7 +99,8 @@ SPELLINGS = r"""
 \\equiv\b|≡                                    →=
 \{([:,])\}                                     →\1
 (?<!\\)\$|(?<!\\)\\[()\[\]]|\\!\s*|`           →
-\\(?:checkmark|Rightarrow|implies|therefore|left|right|displaystyle|normalsize|[lL]arge|LARGE|[hH]uge|bf|it|rm|bm|boldsymbol|underline)(?![A-Za-z]) →␣
+\\(?:displaystyle|normalsize|[lL]arge|LARGE|[hH]uge|bf|it|rm|bm|boldsymbol|underline)(?![A-Za-z]) →␣
+\\(?:checkmark|Rightarrow|implies|therefore|left|right)(?![A-Za-z]) →␣
 \\(?:text)?color␣*\{\w+\}|(?<!\\)\\[,;:>␣]|\\q?quad\b|~|\s →␣
 \\(?:text(?:normal|bf|it|rm)?|math(?:rm|bf|it|sf)|[mh]box|operatorname)\*?\s*\{((?:[^{}]|\{[^{}]*\})*)\} →␣\1␣
 \\frac␣?\{␣([A-Za-z]+)␣\}\{␣([A-Za-z]+␣(?:\^\d)?)␣?\} →␣\1/\2
@@ -134,37 +132,42 @@ SPELLINGS = r"""
 (?<![\w.}])(\d+)␣(\d+)/(\d+)(?!\w)             →\1\\frac{\2}{\3}
 \\?sqrt␣?(?:\(([^()]*)\)|(\d+))                →\\sqrt{\1\2}
 \^?␣?\{?␣?(?:\\circ|\\?degrees?\b|°)␣?\}?␣?([CF]?)(?:elsius|ahrenheit)?(?![A-Za-z]) →␣deg\1␣
-\^␣?\{?1\}?(?!\d)                              →
+\^␣?(?:\{1\}|1(?!\d))                          →
 \^(-?\d+)                                      →^{\1}
 \bC_\{?(\d+)\}?\^\{?(\d+)\}?|\{\}_\{?(\d+)\}?␣?C_\{?(\d+)\}? →\\binom{\1\3}{\2\4}
 \\(max|min|gcd|lcm)\\\{(.*?)\\\}               →\\\1(\2)
 ^(-?\d+),(\d\d)$                               →\1.\2
 (?<![\\A-Za-z])(pi|sin|cos|tan|log|ln)(?![A-Za-z]) →\\\1␣
+(?<=\d)␣?_␣?\{?␣?(\w+)(?:␣?\})?                →_\1
 ^\\\{␣*(\(.*\))␣*\\\}$                         →\1
 (?<=\d)␣(?:square|sq\.?)␣([a-z]+)|(?<=[a-z]{2})␣squared →␣\1^2
 (?<=\d)␣cubic␣([a-z]+)                         →␣\1^3
 \b(?:and|or)\b(?!.*(?:[<>]|\\[lg]))(?=.*\d)    →,
-,?␣\(?(?:because|since|not)\b.*|[,(]␣?(?:as|by|attained|achieved)\b.*|,?␣for␣(?:any|all|every|some)\b.*|(?<=[a-z}]),?␣where\b.* →
-(?i)^[^\d,;=\\]*?(?:\b(?:is|are|was|has|have|equals?|gives?|gets?|(?:must|will|would|should|to)␣be)\b(?:␣equal)?(?:␣to)?|[:：])[\s:]* →
-(?i)\b(?:the|an|of|it|so|we|there|total|result|answer|option|choice|exactly|approximately|all|any|each|left|old|long|find|thus|hence|therefore|a(?=␣\w\w))\b[␣,]* →
+,?␣\(?(?:because|since|not)\b.*|[,(]␣?(?:as|by|attained|achieved)\b.* →
+,?␣for␣(?:any|all|every|some)\b.*|(?<=[a-z}]),?␣where\b.* →
+(?i)\b(?:must|will|would|should|to)␣be\b|\b(?:equals?|is␣equal)(?:␣to)?\b →is
+(?i)^[^\d,;=\\]*?(?:\b(?:is|are|was|has|have|gives?|gets?)\b|[:：])[\s:]* →
+(?i)\b(?:the|an|a(?=␣\w\w)|of|it|so|we|there|any|all|each|exactly|approximately|find)\b[␣,]* →
+(?i)\b(?:total|result|answer|option|choice|left|old|long|thus|hence|therefore)\b[␣,]* →
 ^[␣*_#]*(?:\\approx\b|[+=])?␣*|[␣*_.,;:\\。]+$   →
 """
 TIDY = [re.split(" *→", line) for line in SPELLINGS.replace("␣", " ").strip().splitlines()]
 CHOICE = re.compile(r"^\(?([A-Z])(?:\)|[.:]) +(?!\(?[A-Z]\b)(.+)")
-WORD = re.compile(r"(?<![\\A-Za-z_{])[^\W\d_]{4,}|\b(?:or|and)\b|\\[lc]?dots")
+WORD = re.compile(r"(?<![\\A-Za-z_{])[^\W\d_]{4,}|\b(?:or|and)\b|\\[lc]?dots|(?<=\d)_\w+")
 NAME = re.compile(r"(?>\([^()=]*\)|[^,;=<>])*+(?<![<>!])=(?![^{]*\})")
 
 UNITS = """
 meter=m metre=m gram=g second=s sec=s minute=min hour=h hr=h day=day month=month week=week year=yr yr=yr liter=L litre=L
 l=L joule=J newton=N watt=W volt=V ampere=A amp=A coulomb=C kelvin=K farad=F tesla=T ohm=Ω hertz=Hz pascal=Pa mole=mol
 byte=B bit=bit calorie=cal foot=ft feet=ft inch=in inche=in yard=yd mile=mi pound=£ lb=£ gbp=£ ounce=oz gallon=gal
-radian=rad deg=° dollar=$ usd=$ euro=€ eur=€ yen=¥ rupee=₹ cent=¢ point=pt pt=pt unit=1 people=people eV=eV degC=°C degF=°F
-st=th nd=th rd=th bpm=bpm %=% '=' /=/
+radian=rad deg=° dollar=$ usd=$ euro=€ eur=€ yen=¥ rupee=₹ cent=¢ point=pt pt=pt unit=1 people=people eV=eV
+degC=°C degF=°F st=th nd=th rd=th bpm=bpm %=% '=' /=/
 """
-PREFIXES = "kilo=k mega=M giga=G tera=T centi=c milli=m micro=μ nano=n ="
 NAMES = {
     prefix + name: symbol + unit
-    for prefix, symbol in re.findall(r"(\S*)=(\S*)", PREFIXES)
+    for prefix, symbol in re.findall(
+        r"(\S*)=(\S*)", "kilo=k mega=M giga=G tera=T centi=c milli=m micro=μ nano=n ="
+    )
     for name, unit in re.findall(r"(\S+)=(\S+)", UNITS)
 }
 # A unit and its power, or a slash.
@@ -178,18 +181,13 @@ UNIT = re.compile(rf"(?:\d|\\pi)[^=]*?(?<=[\w}})!%'$])((?:(?:[ -]|\\cdot)*+{FACT
 def unit_of(word: str) -> str:
     """Return the symbol of a unit, the plural of a thing itself, and "" for another word."""
     symbol = NAMES.get(word, NAMES.get(word.lower().removesuffix("s"), word))
-    known = symbol in NAMES.values() or re.fullmatch(
-        r"mod\d+|[^\x00-\x7f]+|[a-z]+(?:[^\Wsh]|[^t]h)s", word
-    )
-    return symbol if known else ""
+    plural = re.fullmatch(r"mod\d+|[^\x00-\x7f]+|[a-z]+(?:[^\Wsh]|[^t]h)s", word)
+    return symbol if plural or symbol in NAMES.values() else ""
 
 
-@functools.lru_cache(maxsize=64)  # the responses of a group have the same reference
 def read_answer(stated: str) -> Answer:
     """Return the parts of an answer, in a sentence perhaps such as "The area is 12 cm^2"."""
-    if len(stated) > LONGEST:
-        return Answer(set(), words=[stated])
-    text = stated
+    text = stated[:LONGEST] + "…" * (len(stated) > LONGEST)
     for pattern, replacement in TIDY:
         text = re.sub(pattern, replacement, text)
     formula = CHOICE.sub(r"\2", text)
@@ -212,7 +210,6 @@ def read_answer(stated: str) -> Answer:
 
 # Of a set, and of a tuple or interval.
 SET_AND_TUPLE = re.compile(r" *\\\{.*\n *[(\[]| *[(\[].*\n *\\\{")
-BASE = re.compile(r"\d ?_ ?\{? ?(\w+)")
 UNSOLVED = re.compile(r"(?=[^=]*[\d|])[^A-Za-z_\\(=]*[a-z][^A-Za-z_\\(=]*=")  # such as 2x = 6
 
 
@@ -220,35 +217,28 @@ def equal(reference: Answer, stated: Answer) -> bool:
     """Return whether a response states the reference."""
     from math_verify import verify
 
-    if reference.spellings & stated.spellings:
+    spellings, formula, unit, words = stated
+    if reference.spellings & spellings:
         return True
-    sides = re.split("=(?![^{]*})", stated.formula)
+    gold = reference.formula
+    if unit == [("%", "")] and not reference.unit:
+        formula += r"\%"
+    sides = re.split("=(?![^{]*})", formula)
     if (
-        reference.words != stated.words
-        or (reference.unit and stated.unit and reference.unit != stated.unit)
-        or BASE.findall(stated.formula) not in ([], BASE.findall(reference.formula))
-        or SET_AND_TUPLE.match(f"{reference.formula}\n{stated.formula}")
-        or not all(close(parse(side), parse(sides[-1])) for side in sides)
+        words != reference.words
+        or (unit and reference.unit and unit != reference.unit)
+        or SET_AND_TUPLE.match(f"{gold}\n{formula}")
+        or not all(close(parse(side), parse(sides[-1])) for side in (gold, *sides))
     ):
         return False
-    formula = stated.formula
-    if "=" not in reference.formula:
+    if "=" not in gold:
         formula = "" if UNSOLVED.match(formula) else NAME.sub("", formula)
-    if not reference.unit and stated.unit == [("%", "")]:
-        formula += r"\%"
-    one, other = parse(reference.formula), parse(formula)
-    return close(one, other) and verify(
-        one, other, allow_set_relation_comp=True, timeout_seconds=None
-    )
+    return verify(parse(gold), parse(formula), allow_set_relation_comp=True, timeout_seconds=None)
 
 
-@functools.lru_cache(maxsize=64)
 def parse(text: str) -> Any:
-    """Return the expression that math-verify makes of a formula, of an inequality whose variable
-    stands alone the set of its solutions; the text if it cannot parse it.
-    """
-    from latex2sympy2_extended.math_normalization import NormalizationConfig, normalize_latex
-    from math_verify.parser import parse_latex_cached
+    """Return the expression that math-verify makes of a formula, or the text that it cannot parse."""
+    from math_verify.parser import NormalizationConfig, normalize_latex, parse_latex_cached
 
     # Its list of units has c, d, h and t, and makes 2 of 2c.
     latex = normalize_latex(text, NormalizationConfig(malformed_operators=True))
@@ -264,7 +254,7 @@ def close(one: Any, other: Any) -> bool:
     """
     with suppress(Exception):
         one, other = one.evalf(), other.evalf()
-        return bool(abs(one - other) <= 1e-5 * max(abs(one), abs(other)))
+        return bool(abs(one - other) <= 1e-5 * abs(other))
     return True
 
 

@@ -39,7 +39,7 @@ def after_thought(response: str) -> str:
 CONTENT = r"(?:\\(?!boxed).|[^{}\\])*+"
 for _ in range(8):  # braces in each other
     CONTENT = rf"(?:\\(?!boxed).|[^{{}}\\]|\{{{CONTENT}\}})*+"
-BOX = re.compile(rf"\\boxed\s*(?:\{{({CONTENT})\}}|([^\s${{}}]+))", re.DOTALL)
+BOX = re.compile(rf"(?s)\\boxed\s*(?:\{{({CONTENT})\}}|([^\s${{}}]+))")
 
 
 def last_boxes(text: str) -> list[str] | None:
@@ -61,10 +61,10 @@ def final_text(response: str) -> str:
     counts.
     """
     text = after_thought(response)
-    tagged = [
-        part.partition("<answer>")[2] for part in text.split("</answer>")[:-1] if "<answer>" in part
-    ]
-    return tagged[-1].strip() if tagged else text
+    for part in reversed(text.split("</answer>")[:-1]):
+        if "<answer>" in part:
+            return part.partition("<answer>")[2].strip()
+    return text
 
 
 def stated_text(response: str) -> str:
@@ -73,7 +73,9 @@ def stated_text(response: str) -> str:
     return (last_boxes(text) or [text])[-1]
 
 
-NUMBER = re.compile(r"[-+]?(?=\.?[0-9])(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]*)(?:\.[0-9]+)?")
+NUMBER = re.compile(
+    r"(?=.{1,300}$)[-+]?(?=\.?[0-9])(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]*)(?:\.[0-9]+)?"
+)
 
 
 def plain_number(text: str) -> Fraction | None:
@@ -81,7 +83,7 @@ def plain_number(text: str) -> Fraction | None:
     characters.
     """
     text = re.sub(r"\\?\$", "", text).strip().rstrip(".")
-    return Fraction(text.replace(",", "")) if len(text) <= 300 and NUMBER.fullmatch(text) else None
+    return Fraction(text.replace(",", "")) if NUMBER.fullmatch(text) else None
 
 
 def marked_number(response: str) -> Fraction | None:
