@@ -46,7 +46,7 @@ def reference_text(answer: Any) -> str:
 # "answer" up to the next "is" or ":", or a line end or formula behind it; then markup.
 ANNOUNCED = re.compile(
     r"(?:(?i:answer|réponse|respuesta|antwort|risposta|resposta|ответ)"
-    r"(?:[^.\n:]{0,80}?(?::|=|\b(?:is|are|be|est|es|ist|é|è)\b)|\W{0,9}?(?=\n|\\\[|\\\(|\$))"
+    r"(?:[^.\n:]{0,80}?(?::|=|\b(?:is|are|(?:should|must|would|will) be|est|es|ist|é|è)\b)|\W{0,9}?(?=\n|\\\[|\\\(|\$))"
     r"|(?:答案|答え|正解|정답)\W?[是为はは은]?|####)(?:[\s*_`#>:：]{0,9}\n\s*[-•*]\s)?[\s*_`#>:：]*"
 )
 SENTENCE = re.compile(r"(?s)(?:\\\[.{0,500}?\\\]|\$\$.{0,500}?\$\$|[^\n.。]|\.(?![\s*]|$))+")
@@ -104,7 +104,7 @@ SPELLINGS = r"""
 \\(?:text)?color␣*\{\w+\}|(?<!\\)\\[,;:>␣]|\\q?quad\b|~|\s →␣
 \\(?:text(?:normal|bf|it|rm)?|math(?:rm|bf|it|sf)|[mh]box|operatorname)\*?\s*\{((?:[^{}]|\{[^{}]*\})*)\} →␣\1␣
 \\frac␣?\{␣([A-Za-z]+)␣\}\{␣([A-Za-z]+␣(?:\^\d)?)␣?\} →␣\1/\2
-\\mu␣*(?=[mgsACFLVW]\b)|μ                      →micro
+\\mu␣*(?=[mgsACFLVW]\b)                        →μ
 \\Omega\b                                      →Ω
 ␣␣+                                            →␣
 (?:\(?\\[bp]?|\()mod␣*\{?␣*(\d+)␣*\}?\)?       →␣mod\1␣
@@ -117,12 +117,13 @@ SPELLINGS = r"""
 (?<=[\d}])␣?(?:billion|bn)s?\b                 →\\times␣10^{9}␣
 (?<=[\d}])␣?trillions?\b                       →\\times␣10^{12}␣
 (?<=[\d}])␣?hal(?:f|ves)\b                     →/2␣
+(?<=[\d}])␣?thirds?\b                          →/3␣
 (?<=[\d}])␣?quarters?\b                        →/4␣
 \bRs\b\.?                                      →₹
 ^␣?(-?)␣?(\\\$|[€£¥₹])␣?(.*?)(␣per␣.*)?$       →\1\3␣\2\4
 \\\$                                           →$
-\bmph\b                                        →mi/h
-\bkm?ph\b                                      →km/h
+(?<![a-z])mph\b                                →mi/h
+(?<![a-z])km?ph\b                              →km/h
 (\d.*[a-z$€£¥₹])␣(?:per|a)␣(?=[a-z])                →\1/
 /␣?\(([^()\d]*)\)                              →/\1
 (?<=[A-Za-z])␣([a-z]{1,3})␣?\^␣?\{?␣?-(\d)␣?\}? →/\1^\2
@@ -143,11 +144,11 @@ SPELLINGS = r"""
 (?<=\d)␣(?:square|sq\.?)␣([a-z]+)|(?<=[a-z]{2})␣squared →␣\1^2
 (?<=\d)␣cubic␣([a-z]+)                         →␣\1^3
 \b(?:and|or)\b(?!.*(?:[<>]|\\[lg]))(?=.*\d)    →,
-,?␣\(?(?:because|since|not)\b.*|[,(]␣?(?:as|by|attained|achieved)\b.* →
+,?␣\(?(?:because|since|which|not)\b.*|[,(]␣?(?:as|by|attained|achieved)\b.* →
 ,?␣for␣(?:any|all|every|some)\b.*|(?<=[a-z}]),?␣where\b.* →
-(?i)\b(?:must|will|would|should|to)␣be\b|\b(?:equals?|is␣equal)(?:␣to)?\b →is
+(?i)\b(?:must|will|would|should|to)␣be\b|\bequals\b|\bis␣equal␣to\b →is
 (?i)^[^\d,;=\\]*?(?:\b(?:is|are|was|has|have|gives?|gets?)\b|[:：])[\s:]* →
-(?i)\b(?:the|an|a(?=␣\w\w)|of|it|so|we|there|any|all|each|exactly|approximately|find)\b[␣,]* →
+(?i)\b(?:the|an|a(?=␣\w\w)|of|it|so|we|there|any|all|each|at|exactly|approximately|find)\b[␣,]* →
 (?i)\b(?:total|result|answer|option|choice|left|old|long|thus|hence|therefore)\b[␣,]* →
 ^[␣*_#]*(?:\\approx\b|[+=])?␣*|[␣*_.,;:\\。]+$   →
 """
@@ -160,8 +161,8 @@ UNITS = """
 meter=m metre=m gram=g second=s sec=s minute=min hour=h hr=h day=day month=month week=week year=yr yr=yr liter=L litre=L
 l=L joule=J newton=N watt=W volt=V ampere=A amp=A coulomb=C kelvin=K farad=F tesla=T ohm=Ω hertz=Hz pascal=Pa mole=mol
 byte=B bit=bit calorie=cal foot=ft feet=ft inch=in inche=in yard=yd mile=mi pound=£ lb=£ gbp=£ ounce=oz gallon=gal
-radian=rad deg=° dollar=$ usd=$ euro=€ eur=€ yen=¥ rupee=₹ cent=¢ point=pt pt=pt unit=1 people=people eV=eV
-degC=°C degF=°F st=th nd=th rd=th bpm=bpm %=% '=' /=/
+radian=rad deg=° dollar=$ usd=$ euro=€ eur=€ yen=¥ rupee=₹ cent=¢ point=pt pt=pt unit=1 people=people eV=eV ml=mL
+degC=°C degF=°F st=th nd=th rd=th bpm=bpm children=children %=% '=' /=/
 """
 NAMES = {
     prefix + name: symbol + unit
