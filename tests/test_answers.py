@@ -52,18 +52,30 @@ def test_cases(verifier, kind):
     ]
 
 
+DOCS = (
+    (Path(__file__).parents[1] / "docs" / "data_and_rewards.md").read_text().split("How `math`")[1]
+)
+
+
 def test_shares_of_what_math_judges_otherwise():
-    """The counts in docs/data_and_rewards.md, without the kinds that have one form for each word of
-    a table.
-    """
-    counts = []
-    for right in (1, 0):
-        cases = [case for case in CASES if case["verifier"] == "math" and case["right"] == right]
-        known = [case.get("known", 0) for case in cases if not case["kind"].startswith("each ")]
-        assert sum(known) <= 0.03 * len(known)
-        counts += [len(known) - sum(known) if right else sum(known), len(known)]
-    docs = Path(__file__).parents[1] / "docs" / "data_and_rewards.md"
-    assert "{} of {} right answers and {} of {} wrong ones".format(*counts) in docs.read_text()
+    """The docs have the counts of each half and of the cases added later."""
+    for half in (1, 2, None):
+        counts = []
+        for right in (1, 0):
+            accepted = [
+                case.get("known", 0) != right
+                for case in CASES
+                if (case["verifier"], case["right"], case.get("half")) == ("math", right, half)
+            ]
+            counts += [sum(accepted), len(accepted)]
+        assert "{} of {} right and {} of {} wrong".format(*counts) in " ".join(DOCS.split())
+
+
+@pytest.mark.parametrize("row", re.findall(r"\n\| ([^`\n]+ \| `.+`.+`.+) \|", DOCS))
+def test_rules_of_the_docs(row):
+    _, reference, *cells = [re.findall("`([^`]+)`", cell) for cell in row.split(" | ")]
+    for score, cell in zip((1, 0), cells):
+        assert {math_verifier.math(f"\\boxed{{{x}}}", reference) for x in cell} == {score}
 
 
 # ---- one rule for the final answer ---------------------------------------------------------------
@@ -151,32 +163,20 @@ def test_stated_text(response, answer):
 
 
 @pytest.mark.parametrize(
-    "solution", [r"Since $x=5$, we get $\boxed{10}$.", "Then 2 * 5 = 10.\nThe answer is $10$."]
-)
-def test_a_solution_as_reference_is_its_answer(solution):
-    assert math_verifier.math(r"\boxed{10}", solution) == math_verifier.math(solution, "10") == 1
-    assert math_verifier.math(r"\boxed{5}", solution) == 0
-
-
-@pytest.mark.parametrize(
     "text",
     [
         "<answer>" * 4000,
         "<answer>5</answer" * 2000,
         "\\boxed{" * 4000,
-        "\\boxed" + "{" * 20,
         "9^9^9",
         "\\boxed{((9^9)^9)^9}",
         "\\[" * 15_000,
-        "(" * 3000,
         "answer: $" * 500,
         "$1$, " * 600,
         r"\frac{" * 500,
         r"\boxed{1} " * 300,
-        "1," * 1500,
-        "1+" * 1500,
-        "-" * 3000,
         "answer 1" * 375,
+        "5 km" + "- " * 26,
     ],
     ids=lambda text: text[:12],
 )

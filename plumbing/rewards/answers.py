@@ -36,27 +36,24 @@ def after_thought(response: str) -> str:
     return response.rpartition("</think>")[2].partition("<think>")[0].strip()
 
 
-BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
-BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace is text
+CONTENT = r"(?:\\(?!boxed).|[^{}\\])*+"
+for _ in range(8):  # braces in each other
+    CONTENT = rf"(?:\\(?!boxed).|[^{{}}\\]|\{{{CONTENT}\}})*+"
+BOX = re.compile(rf"(?s)\\boxed\s*(?:\{{({CONTENT})\}}|([^\s${{}}]+))")
 
 
-def last_box(text: str) -> str | None:
-    r"""Return the content of the last \boxed{} or \fbox{} of a text; without braces, as in \boxed 5, the next word.
+def last_boxes(text: str) -> list[str] | None:
+    r"""Return the contents of \boxed{} and \fbox{} in the last sentence that has one; of a box in a
+    box the inner one; without braces, as in \boxed 5, the next word.
 
-    Return None without a box, or if its brace is not closed.
+    Return None without a box, and [] if the last one is not closed.
     """
-    *before, rest = BOX.split(text)
-    if not before:
+    before, box, rest = text.replace(r"\fbox", r"\boxed").rpartition(r"\boxed")
+    if not box:
         return None
-    if not rest.startswith("{"):
-        word = re.match(r"[^\s${}]+", rest)
-        return word and word[0]
-    depth = 0
-    for brace in BRACE.finditer(rest):
-        depth += {"{": 1, "}": -1}.get(brace[0], 0)
-        if depth == 0:
-            return rest[1 : brace.start()].strip()
-    return None
+    sentence = re.split(r"\n|\. ", before)[-1] + box + rest
+    whole = BOX.match(box + rest)
+    return ["".join(content).strip() for content in BOX.findall(sentence)] if whole else []
 
 
 def final_text(response: str) -> str:
@@ -64,28 +61,29 @@ def final_text(response: str) -> str:
     counts.
     """
     text = after_thought(response)
-    tagged = [
-        part.partition("<answer>")[2] for part in text.split("</answer>")[:-1] if "<answer>" in part
-    ]
-    return tagged[-1].strip() if tagged else text
+    for part in reversed(text.split("</answer>")[:-1]):
+        if "<answer>" in part:
+            return part.partition("<answer>")[2].strip()
+    return text
 
 
 def stated_text(response: str) -> str:
     r"""Return the last \boxed{} of the `final_text` of a response, or without one all of it."""
     text = final_text(response)
-    box = last_box(text)
-    return text if box is None else box
+    return (last_boxes(text) or [text])[-1]
 
 
-NUMBER = re.compile(r"[-+]?(?=\.?[0-9])(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]*)(?:\.[0-9]+)?")
+NUMBER = re.compile(
+    r"(?=.{1,300}$)[-+]?(?=\.?[0-9])(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]*)(?:\.[0-9]+)?"
+)
 
 
 def plain_number(text: str) -> Fraction | None:
     """Return a decimal number, 8 for "08", "+8.0" and "$8."; None for other text and for over 300
     characters.
     """
-    text = text.replace("$", "").strip().rstrip(".")
-    return Fraction(text.replace(",", "")) if len(text) <= 300 and NUMBER.fullmatch(text) else None
+    text = re.sub(r"\\?\$", "", text).strip().rstrip(".")
+    return Fraction(text.replace(",", "")) if NUMBER.fullmatch(text) else None
 
 
 def marked_number(response: str) -> Fraction | None:
@@ -95,7 +93,7 @@ def marked_number(response: str) -> Fraction | None:
     A tag needs no "####": <answer>8</answer>.
     """
     text = final_text(response)
-    numbers = re.findall(r"####\s*([-+$]*[.,]?[0-9](?:[^\n#]*[0-9])?)", text)
+    numbers = re.findall(r"####[\s*]*((?:[-+]|\\?\$)*[.,]?[0-9](?:[^\n#]*[0-9])?)", text)
     if not numbers and text != after_thought(response):  # it is in a tag
         numbers = [text]
     return plain_number(numbers[-1]) if numbers else None
