@@ -3,6 +3,7 @@ namespaces.
 """
 
 import ctypes
+import functools
 import json
 import math
 import os
@@ -60,7 +61,7 @@ def test_programs_that_pass_no_test(code, tests):
 
 
 def rows_of(name: str) -> list:
-    """Return the [program, asserts] of the lines of a file in tests/data."""
+    """Return the lines of a file in tests/data: [program, asserts], of attacks a right program too."""
     return [json.loads(line) for line in Path(ROOT, "tests/data", name).read_text().splitlines()]
 
 
@@ -69,9 +70,13 @@ def test_asserts_of_right_programs(program, asserts):
     assert score(program, asserts) == 1
 
 
-@pytest.mark.parametrize("program, asserts", rows_of("attacks_on_asserts.jsonl"))
-def test_attacks_on_asserts(program, asserts):
+@pytest.mark.parametrize("program, asserts, right", rows_of("attacks_on_asserts.jsonl"))
+def test_attacks_on_asserts(program, asserts, right):
     assert score(program, asserts) == 0
+    assert score_of_right_program(right, asserts) == 1
+
+
+score_of_right_program = functools.cache(score)
 
 
 @pytest.mark.parametrize("printed, expected, same", PROGRAMS["outputs"])

@@ -140,7 +140,9 @@ libc = ctypes.CDLL(None, use_errno=True)
 LANDLOCK = libc.syscall(444, None, 0, 1)
 
 
-def run(code: str, inputs: list[str], seconds: float) -> tuple[Iterator[tuple[int, str]], str]:
+def run(
+    code: str, inputs: list[str], seconds: float, tests: str = ""
+) -> tuple[Iterator[tuple[int, str]], str]:
     """Run a program once for each input, which it reads from stdin.
 
     Return the (status, stdout) of each run, and what does not hold programs on this machine, "" for
@@ -149,15 +151,17 @@ def run(code: str, inputs: list[str], seconds: float) -> tuple[Iterator[tuple[in
 
     Args:
         seconds: of wall clock, for all inputs together.
+        tests: what a second process reads from stdin, see `add_process`. If there are tests, the
+            code is not the program, but defines, without limits, the `main` of both processes.
 
     Raise RuntimeError or OSError, also between results, if programs cannot be run, or if something
     else kills one, as the kernel does where memory runs out.
     """
-    results = start(code, inputs, seconds)
+    results = start(code, inputs, seconds, tests)
     return results, next(results)[1]
 
 
-def start(code: str, inputs: list[str], seconds: float) -> Iterator[tuple[int, str]]:
+def start(code: str, inputs: list[str], seconds: float, tests: str) -> Iterator[tuple[int, str]]:
     """Yield (0, what does not hold programs), and then the results, see `run`."""
     # Not in the process of a program, which imports this file as well and starts faster without.
     import subprocess
@@ -166,14 +170,19 @@ def start(code: str, inputs: list[str], seconds: float) -> Iterator[tuple[int, s
     with (
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
         tempfile.TemporaryFile() as job,
+        tempfile.TemporaryFile("w+") as of_tests,
     ):
-        marshal.dump([code, inputs, time.monotonic() + seconds], job)
+        of_tests.write(tests)
+        of_tests.seek(0)
+        deadline = time.monotonic() + seconds
+        marshal.dump([code, inputs, deadline, tests and of_tests.fileno()], job)
         job.seek(0)
         process = subprocess.Popen(
             [sys.executable, "-I", "-Xutf8", os.path.abspath(__file__), folder],
             stdin=job,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
+            pass_fds=[of_tests.fileno()],
             env={
                 "PATH": os.defpath,
                 "HOME": folder,
@@ -236,7 +245,7 @@ def main(folder: str) -> None:
     end_with_parent()
     # Programs, too: who ends a run may send it to all of its processes.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    code, inputs, deadline = marshal.load(sys.stdin.buffer)
+    code, inputs, deadline, tests = marshal.load(sys.stdin.buffer)
     with open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # where memory runs out, the kernel ends programs first
     missing = []
@@ -250,7 +259,7 @@ def main(folder: str) -> None:
         missing.append(f"no namespaces ({error.strerror}): they can fill the disk")
     write(0, "; ".join(missing).encode())
     for text in inputs:
-        write(*run_once(code, text, deadline, folder))
+        write(*run_once(code, text, deadline, folder, tests))
 
 
 def write(status: int, text: bytes) -> None:
@@ -287,7 +296,7 @@ def enter_namespaces(folder: str) -> None:
     checked(libc.mount(b"none", folder.encode(), b"tmpfs", 2 | 4, options))  # MS_NOSUID | MS_NODEV
 
 
-def run_once(code: str, text: str, deadline: float, folder: str) -> tuple[int, bytes]:
+def run_once(code: str, text: str, deadline: float, folder: str, tests: int) -> tuple[int, bytes]:
     """Return the exit code of a program (128 + signal, as in a shell) and what it printed before
     the deadline. Raise RuntimeError if it was killed, but not for a limit.
     """
@@ -302,10 +311,14 @@ def run_once(code: str, text: str, deadline: float, folder: str) -> tuple[int, b
         os.chdir(folder)
         os.dup2(stdin, 0)
         os.dup2(stdout, 1)
-        os.closerange(3, 1024)
+        module = types.ModuleType("__main__")
+        if tests:
+            exec(compile(code, "code.py", "exec", dont_inherit=True), vars(module))
+            code = f"main({add_process(tests)!r})"
+        os.closerange(5 if tests else 3, 1024)
         restrict(folder)
         sys.argv[:] = ["code.py"]
-        sys.modules["__main__"] = module = types.ModuleType("__main__")
+        sys.modules["__main__"] = module
         exec(compile(code, "code.py", "exec", dont_inherit=True), vars(module))
         sys.exit()
     process = os.pidfd_open(child)
@@ -329,6 +342,25 @@ def run_once(code: str, text: str, deadline: float, folder: str) -> tuple[int, b
     for descriptor in (stdin, stdout, process):
         os.close(descriptor)
     return status if status >= 0 else 128 - status, printed
+
+
+def add_process(stdin: int) -> str:
+    """Go on in two processes, and return the name of what each has to run. They read from
+    descriptor 3 what the other one writes into 4. That of the tests reads `stdin`, which has been
+    in the memory of no other one, and writes the stdout. It ends with the other one.
+    """
+    pipes = os.pipe(), os.pipe()
+    child = os.fork()
+    if child:
+        os.dup2(2, 1)
+    else:
+        end_with_parent()
+        libc.prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: no program looks into it
+        os.dup2(stdin, 0)
+    # Descriptors of pipes are above 4: the old stdin and stdout came before them.
+    os.dup2(pipes[child > 0][0], 3)
+    os.dup2(pipes[child == 0][1], 4)
+    return "run_program" if child else "run_tests"
 
 
 def restrict(folder: str) -> None:
