@@ -296,7 +296,9 @@ def enter_namespaces(folder: str) -> None:
     checked(libc.mount(b"none", folder.encode(), b"tmpfs", 2 | 4, options))  # MS_NOSUID | MS_NODEV
 
 
-def run_once(code: str, text: str, deadline: float, folder: str, tests: int) -> tuple[int, bytes]:
+def run_once(
+    code: str, text: str, deadline: float, folder: str, tests: int = 0
+) -> tuple[int, bytes]:
     """Return the exit code of a program (128 + signal, as in a shell) and what it printed before
     the deadline. Raise RuntimeError if it was killed, but not for a limit.
     """
