@@ -11,6 +11,7 @@ Imports the standard library only: the interpreter of the programs is isolated (
 """
 
 import ctypes
+import fcntl
 import functools
 import marshal
 import os
@@ -151,8 +152,9 @@ def run(
 
     Args:
         seconds: of wall clock, for all inputs together.
-        tests: what a second process reads from stdin, see `add_process`. If there are tests, the
-            code is not the program, but defines, without limits, the `main` of both processes.
+        tests: what a second process reads from stdin; it is in the memory of no other one. If there
+            are tests, the code defines, without limits, the `main` of both processes. Each reads
+            from descriptor 3 what the other one writes into 4. The result is that of the tests.
 
     Raise RuntimeError or OSError, also between results, if programs cannot be run, or if something
     else kills one, as the kernel does where memory runs out.
@@ -307,62 +309,67 @@ def run_once(
     stdin = os.memfd_create("stdin")
     stdout = os.memfd_create("stdout")
     os.pwrite(stdin, text.encode(errors="replace"), 0)
-    child = os.fork()
-    if not child:
-        end_with_parent()
-        os.chdir(folder)
-        os.dup2(stdin, 0)
-        os.dup2(stdout, 1)
-        module = types.ModuleType("__main__")
-        if tests:
-            exec(compile(code, "code.py", "exec", dont_inherit=True), vars(module))
-            code = f"main({add_process(tests)!r})"
-        os.closerange(5 if tests else 3, 1024)
-        restrict(folder)
-        sys.argv[:] = ["code.py"]
-        sys.modules["__main__"] = module
+    module = types.ModuleType("__main__")
+    pipes: list[int] = []
+    # What each process runs, and its descriptors from 0 on.
+    jobs: list[tuple[str, list[int]]] = [(code, [stdin, stdout, 2])]
+    if tests:
         exec(compile(code, "code.py", "exec", dont_inherit=True), vars(module))
-        sys.exit()
-    process = os.pidfd_open(child)
-    with open(f"/proc/self/fdinfo/{process}") as file:  # the number that /proc has for the child
-        threads = f"/proc/{file.read().partition('Pid:')[2].split()[0]}/task"
+        pipes += [*os.pipe(), *os.pipe()]
+        jobs = [
+            ("main('run_program')", [stdin, 2, 2, pipes[0], pipes[3]]),
+            ("main('run_tests')", [tests, stdout, 2, pipes[2], pipes[1]]),
+        ]
+    children = {}
+    for source, descriptors in jobs:
+        child = os.fork()
+        if not child:
+            end_with_parent()
+            if descriptors[0] == tests:
+                libc.prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: no program looks into it
+            os.chdir(folder)
+            # By way of numbers that no descriptor has yet.
+            copies = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, 64) for descriptor in descriptors]
+            for number, copy in enumerate(copies):
+                os.dup2(copy, number)
+            os.closerange(len(descriptors), 1024)
+            restrict(folder)
+            sys.argv[:] = ["code.py"]
+            sys.modules["__main__"] = module
+            exec(compile(source, "code.py", "exec", dont_inherit=True), vars(module))
+            sys.exit()
+        children[child] = os.pidfd_open(child)
+    for pipe in pipes:  # a process reads to the end once the other one has ended
+        os.close(pipe)
     poll = select.poll()
-    poll.register(process)
-    # Here rather than by RLIMIT_CPU, whose SIGKILL would look like the kernel's for lack of memory,
-    # and RLIMIT_NPROC, which would not hold root. See clock_getcpuclockid(3) for the clock.
-    while not (ended := poll.poll(50)) and (
-        time.monotonic() < deadline
-        and time.clock_gettime(~child << 3 | 2) < CPU_SECONDS
-        and len(os.listdir(threads)) <= THREADS
-    ):
-        pass
-    os.kill(child, signal.SIGKILL)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if ended and status == -signal.SIGKILL:
-        raise RuntimeError("something else has killed the program")
+    for process in children.values():
+        poll.register(process)
+    while not (ended := dict(poll.poll(50))) and time.monotonic() < deadline:
+        if not all(map(within_limits, children, children.values())):
+            break
+    for child, process in children.items():
+        os.kill(child, signal.SIGKILL)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if process in ended and status == -signal.SIGKILL:
+            raise RuntimeError("something else has killed the program or its tests")
+        os.close(process)
     printed = os.pread(stdout, FILE_SIZE, 0)
-    for descriptor in (stdin, stdout, process):
+    for descriptor in (stdin, stdout):
         os.close(descriptor)
     return status if status >= 0 else 128 - status, printed
 
 
-def add_process(stdin: int) -> str:
-    """Go on in two processes, and return the name of what each has to run. They read from
-    descriptor 3 what the other one writes into 4. That of the tests reads `stdin`, which has been
-    in the memory of no other one, and writes the stdout. It ends with the other one.
+def within_limits(child: int, process: int) -> bool:
+    """Return whether a child, and its pidfd, has used no more CPU time and threads than it may.
+
+    Here rather than by RLIMIT_CPU, whose SIGKILL would look like the kernel's for lack of memory,
+    and RLIMIT_NPROC, which would not hold root.
     """
-    pipes = os.pipe(), os.pipe()
-    child = os.fork()
-    if child:
-        os.dup2(2, 1)
-    else:
-        end_with_parent()
-        libc.prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: no program looks into it
-        os.dup2(stdin, 0)
-    # Descriptors of pipes are above 4: the old stdin and stdout came before them.
-    os.dup2(pipes[child > 0][0], 3)
-    os.dup2(pipes[child == 0][1], 4)
-    return "run_program" if child else "run_tests"
+    with open(f"/proc/self/fdinfo/{process}") as file:  # the number that /proc has for the child
+        threads = f"/proc/{file.read().partition('Pid:')[2].split()[0]}/task"
+    # See clock_getcpuclockid(3) for the clock.
+    used = time.clock_gettime(~child << 3 | 2)
+    return used < CPU_SECONDS and len(os.listdir(threads)) <= THREADS
 
 
 def restrict(folder: str) -> None:
