@@ -3,6 +3,7 @@ namespaces.
 """
 
 import ctypes
+import functools
 import json
 import math
 import os
@@ -60,7 +61,7 @@ def test_programs_that_pass_no_test(code, tests):
 
 
 def rows_of(name: str) -> list:
-    """Return the [program, asserts] of the lines of a file in tests/data."""
+    """Return the lines of a file in tests/data: [program, asserts], of attacks a right program too."""
     return [json.loads(line) for line in Path(ROOT, "tests/data", name).read_text().splitlines()]
 
 
@@ -69,9 +70,13 @@ def test_asserts_of_right_programs(program, asserts):
     assert score(program, asserts) == 1
 
 
-@pytest.mark.parametrize("program, asserts", rows_of("attacks_on_asserts.jsonl"))
-def test_attacks_on_asserts(program, asserts):
+@pytest.mark.parametrize("program, asserts, right", rows_of("attacks_on_asserts.jsonl"))
+def test_attacks_on_asserts(program, asserts, right):
     assert score(program, asserts) == 0
+    assert score_of_right_program(right, asserts) == 1
+
+
+score_of_right_program = functools.cache(score)
 
 
 @pytest.mark.parametrize("printed, expected, same", PROGRAMS["outputs"])
@@ -158,8 +163,8 @@ class Caller:
             pytest.skip("this kernel does not allow the namespace in which to forbid namespaces")
         self.missing = json.loads(self.process.stdout.readline())
 
-    def send(self, code: str, *texts: str, seconds: float = 20.0) -> None:
-        self.process.stdin.write(json.dumps([code, texts or [""], seconds]) + "\n")
+    def send(self, code: str, *texts: str, seconds: float = 20.0, tests: str = "") -> None:
+        self.process.stdin.write(json.dumps([code, texts or [""], seconds, tests]) + "\n")
         self.process.stdin.flush()
 
     def read(self):
@@ -211,11 +216,17 @@ def test_the_limit_of_cpu_time(tmp_path, monkeypatch):
     assert sandbox.run_once(PROGRAMS["ended"][0], "", math.inf, str(tmp_path)) == (137, b"")
 
 
-def test_a_program_that_another_process_kills(caller):
-    """It is not wrong: it has no result."""
+@pytest.mark.parametrize("killed", ["", "run_program", "run_tests"])
+def test_a_program_that_another_process_kills(caller, killed):
+    """It is not wrong: it has no result. Its tests are a process of their own."""
     name = f"program {caller.process.pid}"
-    named = f"import ctypes, time\nctypes.CDLL(None).prctl(15, b'{name}')\n"  # PR_SET_NAME
-    caller.send(named + "time.sleep(99)", seconds=99.0)
+    code = f"import ctypes, time\nctypes.CDLL(None).prctl(15, b'{name}')\n"  # PR_SET_NAME
+    if killed:
+        named = f"if run == {killed!r}: ctypes.CDLL(None).prctl(15, b'{name}')"
+        code = f"import ctypes, time\ndef main(run):\n    {named}\n    time.sleep(99)\n"
+    else:
+        code += "time.sleep(99)"
+    caller.send(code, seconds=99.0, tests=killed)
     wait_until(lambda: processes("-x", name))
     os.kill(*processes("-x", name), signal.SIGKILL)
     assert caller.read() == "programs cannot be run, or one was killed, as where memory runs out"

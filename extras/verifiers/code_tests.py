@@ -5,8 +5,8 @@ The program is the last ```python or ```py block of what counts of a response (`
 plumbing/rewards/answers.py), without one the last bare ``` block, or all of it. The tests of a row
 are one of
   - Python with asserts (MBPP; HumanEval with its `check(name)` called at the end), as one text or a
-    list of texts, also as JSON: run after the program, in the same interpreter, with __name__ ==
-    "__main__". unittest's are refused;
+    list of texts, also as JSON: run after the program, with __name__ == "__main__". Classes, such
+    as unittest's, are refused;
   - {"inputs": [...], "outputs": [...]}, also as JSON (APPS, TACO, DeepCoder): what the program
     reads and has to print, each a text or a list of lines. Compared line by line, without spaces at
     the ends; a number that the expected output writes with a point may differ by 1e-6;
@@ -14,17 +14,17 @@ are one of
     class Solution) has to return, compared as JSON. A value may be in a list of one, as in APPS.
     LIBRARIES are imported, as on LeetCode.
 
-Expected outputs never enter a process that runs a program. Asserts do. Exiting, printing, other
-builtins or functions of math and numpy, and values that equal anything do not pass them
-(tests/data/attacks_on_asserts.jsonl); a program that searches the frames of its interpreter can.
-For programs that are trained hard against their tests, prefer outputs.
+Expected outputs and asserts never enter the process of a program. A second process, which has not
+run it, asks for calls by name and makes the values anew, see harness.py. So asserts cannot patch or
+watch what the program uses, and `is` finds only copies: such rows are refused.
+tests/data/attacks_on_asserts.jsonl has what does not pass them.
 """
 
 import ast
+import builtins
 import functools
 import json
 import math
-import os
 import re
 import textwrap
 from pathlib import Path
@@ -37,6 +37,11 @@ from plumbing.rewards.verifiers import Verifier
 
 HARNESS = Path(__file__).with_name("harness.py").read_text()
 Text = Annotated[str, pydantic.BeforeValidator(lambda x: "\n".join(x) if is_lines(x) else x)]
+# What asserts cannot use, as they are not in the process of the program.
+REFUSED = frozenset(
+    "mock unittest.mock patch monkeypatch builtins stdin stdout redirect_stdout capsys "
+    "inspect seed".split()
+)
 LIBRARIES = "typing bisect collections functools heapq itertools math operator re string".split()
 DEFINITIONS = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Assign)
 
@@ -71,9 +76,17 @@ def read_tests(answer: Any) -> Outputs | Calls:
         answer = json.loads(answer)
     if isinstance(answer, (str, list)):
         asserts = answer if isinstance(answer, str) else "\n".join(answer)
-        if "TestCase" in asserts:
-            raise ValueError("unittest classes are not supported, only asserts")
-        if all(isinstance(statement, DEFINITIONS) for statement in ast.parse(asserts).body):
+        tree = ast.parse(asserts)
+        for node in ast.walk(tree):
+            match node:
+                case ast.Name(name) | ast.Attribute(attr=name) | ast.alias(name) if name in REFUSED:
+                    raise ValueError(f"asserts with {name}, in another process than the program")
+                case ast.ClassDef():
+                    raise ValueError("asserts with classes, such as unittest's, are not supported")
+                case ast.Compare(ops=[ast.Is()], comparators=[ast.Name(name)]):
+                    if name not in vars(builtins):
+                        raise ValueError(f"asserts with 'is {name}', but values are copies")
+        if all(isinstance(statement, DEFINITIONS) for statement in tree.body):
             raise ValueError("asserts that nothing calls would pass every program")
         return Calls(inputs=[], outputs=[], fn_name="", asserts=asserts)
     tests = pydantic.TypeAdapter(Outputs | Calls).validate_python(answer)
@@ -97,26 +110,21 @@ def code(response: str, answer: Any, seconds: float = 24.0) -> float:
         results, _ = sandbox.run(program, tests.inputs, seconds)
         # Fewer results than outputs end with one that failed.
         return float(all(map(same_output, results, tests.outputs)))
-    secret = os.urandom(16).hex()
-    given = {
-        "program": program,
-        "asserts": tests.asserts,
-        "libraries": LIBRARIES if tests.fn_name else ["typing"],
-        "function": tests.fn_name,
-        "calls": tests.inputs,
-        "secret": secret,
-    }
-    harness = f"{HARNESS}\nmain(**json.loads({json.dumps(given)!r}))"
-    results, _ = sandbox.run(harness, [""], seconds)
-    _, *report = next(results)[1].split(secret)
-    if len(report) != 2:
-        return 0.0
+    libraries = LIBRARIES if tests.fn_name else ["typing"]
+    imports = [f"import {name}\nfrom {name} import *" for name in libraries]
+    for statement in ast.parse(tests.asserts).body:
+        if isinstance(statement, (ast.Import, ast.ImportFrom)):
+            imports.append(ast.unparse(statement))
+    found = "\n".join(imports)
+    of_tests = json.dumps([tests.asserts, tests.fn_name, tests.inputs])
+    harness = f"{HARNESS}\nprovide({found!r})"
+    results, _ = sandbox.run(harness, [program], seconds, of_tests)
     try:
-        values = json.loads(report[0])
+        values = json.loads(next(results)[1])
         return float(
             len(values) == len(tests.outputs) and all(map(same_value, values, tests.outputs))
         )
-    except (ValueError, RecursionError):  # a value that only its interpreter can write
+    except (ValueError, RecursionError):  # no report, or a value that cannot be compared
         return 0.0
 
 

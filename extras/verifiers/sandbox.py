@@ -11,6 +11,7 @@ Imports the standard library only: the interpreter of the programs is isolated (
 """
 
 import ctypes
+import fcntl
 import functools
 import marshal
 import os
@@ -140,7 +141,9 @@ libc = ctypes.CDLL(None, use_errno=True)
 LANDLOCK = libc.syscall(444, None, 0, 1)
 
 
-def run(code: str, inputs: list[str], seconds: float) -> tuple[Iterator[tuple[int, str]], str]:
+def run(
+    code: str, inputs: list[str], seconds: float, tests: str = ""
+) -> tuple[Iterator[tuple[int, str]], str]:
     """Run a program once for each input, which it reads from stdin.
 
     Return the (status, stdout) of each run, and what does not hold programs on this machine, "" for
@@ -149,15 +152,18 @@ def run(code: str, inputs: list[str], seconds: float) -> tuple[Iterator[tuple[in
 
     Args:
         seconds: of wall clock, for all inputs together.
+        tests: what a second process reads from stdin; it is in the memory of no other one. If there
+            are tests, the code defines, without limits, the `main` of both processes. Each reads
+            from descriptor 3 what the other one writes into 4. The result is that of the tests.
 
     Raise RuntimeError or OSError, also between results, if programs cannot be run, or if something
     else kills one, as the kernel does where memory runs out.
     """
-    results = start(code, inputs, seconds)
+    results = start(code, inputs, seconds, tests)
     return results, next(results)[1]
 
 
-def start(code: str, inputs: list[str], seconds: float) -> Iterator[tuple[int, str]]:
+def start(code: str, inputs: list[str], seconds: float, tests: str) -> Iterator[tuple[int, str]]:
     """Yield (0, what does not hold programs), and then the results, see `run`."""
     # Not in the process of a program, which imports this file as well and starts faster without.
     import subprocess
@@ -166,14 +172,19 @@ def start(code: str, inputs: list[str], seconds: float) -> Iterator[tuple[int, s
     with (
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
         tempfile.TemporaryFile() as job,
+        tempfile.TemporaryFile("w+") as of_tests,
     ):
-        marshal.dump([code, inputs, time.monotonic() + seconds], job)
+        of_tests.write(tests)
+        of_tests.seek(0)
+        deadline = time.monotonic() + seconds
+        marshal.dump([code, inputs, deadline, tests and of_tests.fileno()], job)
         job.seek(0)
         process = subprocess.Popen(
             [sys.executable, "-I", "-Xutf8", os.path.abspath(__file__), folder],
             stdin=job,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
+            pass_fds=[of_tests.fileno()],
             env={
                 "PATH": os.defpath,
                 "HOME": folder,
@@ -236,7 +247,7 @@ def main(folder: str) -> None:
     end_with_parent()
     # Programs, too: who ends a run may send it to all of its processes.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    code, inputs, deadline = marshal.load(sys.stdin.buffer)
+    code, inputs, deadline, tests = marshal.load(sys.stdin.buffer)
     with open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # where memory runs out, the kernel ends programs first
     missing = []
@@ -250,7 +261,7 @@ def main(folder: str) -> None:
         missing.append(f"no namespaces ({error.strerror}): they can fill the disk")
     write(0, "; ".join(missing).encode())
     for text in inputs:
-        write(*run_once(code, text, deadline, folder))
+        write(*run_once(code, text, deadline, folder, tests))
 
 
 def write(status: int, text: bytes) -> None:
@@ -287,7 +298,9 @@ def enter_namespaces(folder: str) -> None:
     checked(libc.mount(b"none", folder.encode(), b"tmpfs", 2 | 4, options))  # MS_NOSUID | MS_NODEV
 
 
-def run_once(code: str, text: str, deadline: float, folder: str) -> tuple[int, bytes]:
+def run_once(
+    code: str, text: str, deadline: float, folder: str, tests: int = 0
+) -> tuple[int, bytes]:
     """Return the exit code of a program (128 + signal, as in a shell) and what it printed before
     the deadline. Raise RuntimeError if it was killed, but not for a limit.
     """
@@ -296,39 +309,67 @@ def run_once(code: str, text: str, deadline: float, folder: str) -> tuple[int, b
     stdin = os.memfd_create("stdin")
     stdout = os.memfd_create("stdout")
     os.pwrite(stdin, text.encode(errors="replace"), 0)
-    child = os.fork()
-    if not child:
-        end_with_parent()
-        os.chdir(folder)
-        os.dup2(stdin, 0)
-        os.dup2(stdout, 1)
-        os.closerange(3, 1024)
-        restrict(folder)
-        sys.argv[:] = ["code.py"]
-        sys.modules["__main__"] = module = types.ModuleType("__main__")
+    module = types.ModuleType("__main__")
+    pipes: list[int] = []
+    # What each process runs, and its descriptors from 0 on.
+    jobs: list[tuple[str, list[int]]] = [(code, [stdin, stdout, 2])]
+    if tests:
         exec(compile(code, "code.py", "exec", dont_inherit=True), vars(module))
-        sys.exit()
-    process = os.pidfd_open(child)
-    with open(f"/proc/self/fdinfo/{process}") as file:  # the number that /proc has for the child
-        threads = f"/proc/{file.read().partition('Pid:')[2].split()[0]}/task"
+        pipes += [*os.pipe(), *os.pipe()]
+        jobs = [
+            ("main('run_program')", [stdin, 2, 2, pipes[0], pipes[3]]),
+            ("main('run_tests')", [tests, stdout, 2, pipes[2], pipes[1]]),
+        ]
+    children = {}
+    for source, descriptors in jobs:
+        child = os.fork()
+        if not child:
+            end_with_parent()
+            if descriptors[0] == tests:
+                libc.prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: no program looks into it
+            os.chdir(folder)
+            # By way of numbers that no descriptor has yet.
+            copies = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, 64) for descriptor in descriptors]
+            for number, copy in enumerate(copies):
+                os.dup2(copy, number)
+            os.closerange(len(descriptors), 1024)
+            restrict(folder)
+            sys.argv[:] = ["code.py"]
+            sys.modules["__main__"] = module
+            exec(compile(source, "code.py", "exec", dont_inherit=True), vars(module))
+            sys.exit()
+        children[child] = os.pidfd_open(child)
+    for pipe in pipes:  # a process reads to the end once the other one has ended
+        os.close(pipe)
     poll = select.poll()
-    poll.register(process)
-    # Here rather than by RLIMIT_CPU, whose SIGKILL would look like the kernel's for lack of memory,
-    # and RLIMIT_NPROC, which would not hold root. See clock_getcpuclockid(3) for the clock.
-    while not (ended := poll.poll(50)) and (
-        time.monotonic() < deadline
-        and time.clock_gettime(~child << 3 | 2) < CPU_SECONDS
-        and len(os.listdir(threads)) <= THREADS
-    ):
-        pass
-    os.kill(child, signal.SIGKILL)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if ended and status == -signal.SIGKILL:
-        raise RuntimeError("something else has killed the program")
+    for process in children.values():
+        poll.register(process)
+    while not (ended := dict(poll.poll(50))) and time.monotonic() < deadline:
+        if not all(map(within_limits, children, children.values())):
+            break
+    for child, process in children.items():
+        os.kill(child, signal.SIGKILL)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if process in ended and status == -signal.SIGKILL:
+            raise RuntimeError("something else has killed the program or its tests")
+        os.close(process)
     printed = os.pread(stdout, FILE_SIZE, 0)
-    for descriptor in (stdin, stdout, process):
+    for descriptor in (stdin, stdout):
         os.close(descriptor)
     return status if status >= 0 else 128 - status, printed
+
+
+def within_limits(child: int, process: int) -> bool:
+    """Return whether a child, and its pidfd, has used no more CPU time and threads than it may.
+
+    Here rather than by RLIMIT_CPU, whose SIGKILL would look like the kernel's for lack of memory,
+    and RLIMIT_NPROC, which would not hold root.
+    """
+    with open(f"/proc/self/fdinfo/{process}") as file:  # the number that /proc has for the child
+        threads = f"/proc/{file.read().partition('Pid:')[2].split()[0]}/task"
+    # See clock_getcpuclockid(3) for the clock.
+    used = time.clock_gettime(~child << 3 | 2)
+    return used < CPU_SECONDS and len(os.listdir(threads)) <= THREADS
 
 
 def restrict(folder: str) -> None:
