@@ -47,7 +47,7 @@ METRICS = """
 
 def test_main_is_a_function(tmp_path):
     """As in a notebook: it returns, or raises what a command exits for, and can be called again.
-    With default flags it imports nothing of extras/.
+    With default flags it imports as many files as README says, and nothing of extras/.
     """
     values = {
         "model": "assets/tiny",
@@ -72,12 +72,16 @@ except utils.UserError as error:
 args.run_name = "b"
 grpo.main(args)
 print("extras:", [name for name in sys.modules if name.startswith("extras")])
+ours = [module for name, module in sys.modules.items() if name.split(".")[0] in ("grpo", "utils", "plumbing")]
+print("files:", sum(module.__file__ is not None for module in ours))
 """
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=helpers.ROOT, capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0 and "extras: []" in done.stdout, done.stderr[-2000:]
     assert f"raised: --run_name a: {tmp_path}/a exists" in done.stdout
+    said = re.search(r"reads (\d+) Python files", (helpers.ROOT / "README.md").read_text())
+    assert f"files: {said[1]}\n" in done.stdout
     first, second = (read_lines(tmp_path / name / "metrics.jsonl") for name in "ab")
     scores = [row["objective/scores"] for row in first[1:]]
     assert len(scores) == 2 and scores == [row["objective/scores"] for row in second[1:]]
