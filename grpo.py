@@ -94,6 +94,8 @@ VARIANTS = {
     "cispo": Variant("cispo", "token", "group", 1.0, 4.0),  # MiniMax-M1, arXiv:2506.13585, eq. 4
     "sapo": Variant("sapo", "sequence", "group", 0.0, 0.0),  # arXiv:2511.20347, eq. 5; no clip
     "reinforce": Variant("reinforce", "token", "group", 0.0, 0.0),  # -A log pi, no ratio
+    "dppo": Variant("dppo", "token", "group", 0.2, 0.2),  # DPPO, arXiv:2602.04879, binary TV
+    "dppo_kl": Variant("dppo_kl", "token", "group", 0.05, 0.05),  # the same, binary KL
 }
 CHUNK_TOKENS = 512  # response tokens whose logits are held at once
 ROLLOUT_OUTPUTS = ("rollout_logprobs",)  # what `generate` stores per token; vLLM returns no others
@@ -133,9 +135,20 @@ class Args(
     """System turn put before each prompt that has none; the saved chat template does the same; ""
     adds none. Default: that of SYSTEM_PROMPTS for the first source of --reward, else none."""
 
-    loss: Literal["grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo", "sapo", "reinforce"] = "grpo"
+    loss: Literal[
+        "grpo",
+        "dr_grpo",
+        "dapo",
+        "bnpo",
+        "gspo",
+        "cispo",
+        "sapo",
+        "reinforce",
+        "dppo",
+        "dppo_kl",
+    ] = "grpo"
     """Variant: fixes the token loss, and sets what --loss_aggregation, --advantage_scale,
-    --clip_low and --clip_high leave open (VARIANTS)."""
+    --clip_low and --clip_high leave open (VARIANTS). dppo is recommended with --async_steps."""
     loss_aggregation: (
         Literal["token", "step_token", "sequence", "sequence_sum", "constant"] | None
     ) = None
@@ -147,9 +160,11 @@ class Args(
     normalizes each reward in its group, and their weighted sum over the step (arXiv:2601.05242);
     default: the variant's."""
     clip_low: Fraction | None = None
-    """The ratio is clipped below at 1 - this; default: the variant's."""
+    """The ratio is clipped below at 1 - this. dppo: a token whose probability the step has lowered
+    by more is left out (dppo_kl: by a KL of more). Default: the variant's."""
     clip_high: NonNegativeFloat | None = None
-    """The ratio is clipped above at 1 + this; default: the variant's."""
+    """The ratio is clipped above at 1 + this, or as --clip_low says for a probability that rises;
+    default: the variant's."""
     dual_clip: NonNegativeFloat = 0.0
     """Bound of the loss where the advantage is negative: at most -A times this, which must be above
     1 (verl: 3.0); 0 for no bound."""
@@ -229,6 +244,11 @@ class Args(
             self.loss not in ("sapo", "reinforce")
             or (self.clip_low, self.clip_high) == (None, None),
             "--clip_low and --clip_high require a --loss that clips the ratio",
+        )
+        yield (
+            "dppo" not in self.loss or self.rollout_correction in (None, "none"),
+            "--rollout_correction requires another --loss: the ratio of dppo is to the policy that "
+            "sampled, so that nothing is left to correct",
         )
         yield (
             self.filter_groups != "refill" or self.async_steps < 2,
@@ -346,7 +366,8 @@ def policy_loss(
         logprobs, old_logprobs: (N, T), of pi and pi_old. advantages: (N, T). mask: (N, T) bool.
         kind: "ppo" (arXiv:1707.06347, eq. 7; dual clip: arXiv:1912.09729, eq. 5), "gspo"
             (arXiv:2507.18071, eq. 13), "cispo" (arXiv:2506.13585, eq. 4), "sapo" (arXiv:2511.20347,
-            eq. 5) or "reinforce".
+            eq. 5), "reinforce", "dppo" or "dppo_kl" (arXiv:2602.04879: the trust region bounds the
+            change of a token's probability, which is small for rare tokens of any ratio).
     Returns:
         Loss (N, T), and where clipping removed the gradient or changed the weight (N, T) bool.
     """
@@ -365,6 +386,19 @@ def policy_loss(
         # The temperatures of the paper.
         tau = torch.full_like(advantages, 1.05).masked_fill(advantages > 0, 1.0)
         return -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages, torch.zeros_like(mask)
+    if kind in ("dppo", "dppo_kl"):
+        p = logprobs.detach().exp()
+        q = old_logprobs.exp()
+        change = (p - q).abs()
+        if kind == "dppo_kl":  # with verl's 1e-8: a p that rounds to 1 is not infinitely far away
+            others = ((1 - q + 1e-8) / (1 - p + 1e-8)).log()
+            change = (1 - q) * others - q * log_ratio.detach()
+        too_high = (p > q) & (change > clip_high)
+        too_low = (p < q) & (change > clip_low)
+        left_out = torch.where(advantages > 0, too_high, too_low)
+        # The paper's bound of the ratio, section 5.4: so high that it hardly biases.
+        weight = ratio.detach().clamp(max=20).masked_fill(left_out, 0.0)
+        return -weight * advantages * logprobs, left_out
     too_low = (ratio < 1 - clip_low) & (advantages < 0)
     too_high = (ratio > 1 + clip_high) & (advantages > 0)
     clipped = too_low | too_high
@@ -799,6 +833,8 @@ def main(args: Args) -> None:
     estimate_kl = functools.partial(kl_estimate, estimator=args.kl_estimator)
     # `sampler.correction`: --rollout_correction, or its default for the engine.
     pi_old = old_policy(args, sampler.correction, updates_per_step)
+    if "dppo" in args.loss:
+        pi_old = "sampler"  # the trust region is around the policy that sampled
     needs_start_logprobs = pi_old == "start" or kl_in == "reward"
     rollouts = parts.start(collect, total_steps, {"": optimizer})  # by model; "": the policy
     adaptive_kl = AdaptiveKL(args, run.state)

@@ -353,6 +353,31 @@ def test_token_losses_by_loops(kind, low, high, dual_clip):
         assert clipped.any() == (kind in ("ppo", "cispo"))
 
 
+@pytest.mark.parametrize("kind, low, high", [("dppo", 0.15, 0.2), ("dppo_kl", 0.04, 0.05)])
+def test_dppo_by_loops(kind, low, high):
+    """A rare token may get 30 times as likely; a frequent one may not get twice as likely."""
+    probabilities = [1e-7, 3e-6, 0.01, 0.2, 0.34, 0.41, 0.6, 0.999]
+    cases = list(itertools.product(probabilities, probabilities, ADVANTAGES))
+    expected = []
+    for q, p, A in cases:
+        kl = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
+        change = abs(p - q) if kind == "dppo" else kl
+        left_out = change > high and p > q if A > 0 else change > low and p < q
+        weight = 0.0 if left_out else min(p / q, 20.0)
+        expected.append((-weight * A * math.log(p), -weight * A, left_out))
+    q, p, A = double(*cases).T
+    logprobs = p.log().requires_grad_()
+    losses, left_out = policy_loss(logprobs, q.log(), A, A > 0, kind, low, high)
+    (gradient,) = torch.autograd.grad(losses.sum(), logprobs)
+    loss, slope, flags = zip(*expected)
+    close(losses.detach(), loss)
+    close(gradient, slope)
+    assert left_out.tolist() == list(flags)
+    certain = torch.tensor([-1e-9])  # whose probability is 1 in float32
+    _, left_out = policy_loss(certain, torch.tensor([-1e-3]), A[-1:], A > 0, kind, low, high)
+    assert not left_out
+
+
 def test_gspo_ratio_is_one_number_a_sequence():
     """In float32 too: its clip range is 3e-4, and (s + logp) - logp would round s differently for
     each token.
@@ -385,6 +410,8 @@ def test_variants_are_those_of_their_papers():
         "cispo": ("cispo", "token", "group", 1.0, 4.0),
         "sapo": ("sapo", "sequence", "group", 0.0, 0.0),
         "reinforce": ("reinforce", "token", "group", 0.0, 0.0),
+        "dppo": ("dppo", "token", "group", 0.2, 0.2),
+        "dppo_kl": ("dppo_kl", "token", "group", 0.05, 0.05),
     }
 
 

@@ -88,7 +88,7 @@ def table() -> dict[str, tuple[int, int]]:
     plumbing = [path for path in ROOT.glob("plumbing/**/*.py") if path.read_text()]
     everything = ("*.py", "plumbing/**/*.py", "extras/**/*.py", "scripts/**/*.py", "assets/**/*.py")
     rows = {
-        "Python outside tests, tokens": (tokens(*everything), 97_300),
+        "Python outside tests, tokens": (tokens(*everything), 99_600),
         "plumbing/, tokens": (tokens("plumbing/**/*.py"), 41_000),
         "extras/, tokens": (tokens("extras/**/*.py"), 18_200),
         "plumbing/, files": (len(plumbing), 40),
@@ -96,14 +96,14 @@ def table() -> dict[str, tuple[int, int]]:
             sum(path.parent.name == "plumbing" for path in plumbing),
             3,
         ),
-        "tests/, tokens": (tokens("tests/**/*.py"), 145_000),
+        "tests/, tokens": (tokens("tests/**/*.py"), 147_500),
         "web files of the report, lines": (
             lines(*(f"assets/report/*.{end}" for end in ("js", "css", "html"))),
             500,
         ),
-        "docs/, words": (words("docs/*.md"), 14_000),
+        "docs/, words": (words("docs/*.md"), 14_350),
         "README.md, lines": (lines("README.md"), 150),
-        "flags of grpo.py": (len(dataclasses.fields(Args)), 90),
+        "flags of grpo.py": (len(dataclasses.fields(Args)), 98),
         "our modules that import grpo loads": (len(modules()[0]), 37),
         "files of one step": (len(files_of_a_step()), 10),
     }

@@ -365,8 +365,9 @@ def loss_of_logprobs(step: str, folder: str, x: dict[str, Tensor], G: int) -> di
         advantages = grpo.group_advantages(x["scores"], G, args.advantage_scale)[:, None].expand_as(
             leaf
         )
+        old = x["rollout_logprobs" if "dppo" in args.loss else "old_logprobs"]
         losses, _ = grpo.policy_loss(
-            leaf, x["old_logprobs"], advantages, mask, variant.token_loss, low, high, args.dual_clip
+            leaf, old, advantages, mask, variant.token_loss, low, high, args.dual_clip
         )
     weights = grpo.correction_weights(
         x["old_logprobs"],

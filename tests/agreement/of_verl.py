@@ -186,6 +186,8 @@ def actor_loss(
     name = fields.pop("adv", "grpo")
     level = fields.pop("rollout_is", None)
     cap = fields.pop("rollout_is_threshold", 0)
+    if fields.pop("bypass_mode", False):  # the ratio is to the policy that sampled
+        old = X["rollout_logprobs"]
     returns = None
     if name == "gae":
         rewards = core_algos.compute_rewards(SCORES, old, reference, BETA) * MASK
