@@ -482,3 +482,8 @@ class PolicyArgs(OptimizerArgs):
             != ("loss", "k1", "none"),
             "--kl_in loss with --kl_estimator k1: its gradient has zero mean; use k2 or k3",
         )
+        yield (
+            self.rollout_correction != "sequence_mask" or self.async_steps < 2,
+            "--rollout_correction sequence_mask with --async_steps of 2 or more drops long responses "
+            "whole, as its product over tokens grows with the length; use geometric, or dppo of grpo.py",
+        )

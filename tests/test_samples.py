@@ -322,6 +322,24 @@ def test_a_correction_weighs_the_policy_loss_alone(base, tmp_path, script, monke
         )
 
 
+@pytest.mark.parametrize("script", ["grpo", "rloo", "ppo"])
+def test_a_step_of_which_a_mask_leaves_nothing_trains_nothing(
+    base, tmp_path, script, monkeypatch, capfd
+):
+    nothing = lambda logprobs, *_: torch.zeros_like(logprobs, dtype=torch.bool)
+    monkeypatch.setattr(__import__(script), "off_policy_mask", nothing)
+    values = {"off_policy_delta": 0.5, "weight_decay": 0.5, "total_episodes": 16}
+    values |= {"kl_coef": 0.0, "ref_model": ""}
+    values = variant(base, tmp_path, **values)
+    run_here(values, script)
+    (row,) = metrics_of(values)
+    assert row["rollout/left_out"] == 1 and "its gradient is 0" in capfd.readouterr().err
+    before, after = (
+        weights_of(folder) for folder in (values["model"], folder_of(values) / "final")
+    )
+    assert all(torch.equal(after[name], weight) for name, weight in before.items())
+
+
 def test_the_schedule_goes_by_steps(base, tmp_path):
     """A step in which groups were dropped has fewer updates; the learning rate ends where it should
     all the same.

@@ -98,6 +98,12 @@ class Sampler:
         default = "none" if self.engine is None or self.args.async_steps else "truncate"
         return self.args.rollout_correction or default
 
+    @property
+    def correction_cap(self) -> float:
+        """--rollout_correction_cap. By default it is 2, which a geometric mean would hardly reach."""
+        default = 1.1 if self.correction == "geometric" else 2.0
+        return self.args.rollout_correction_cap or default
+
     def metrics(self) -> dict[str, float]:
         """Return what the engine logs of a step, and the seconds that it waited for scores once all
         was sampled.

@@ -19,7 +19,10 @@ from safetensors.torch import load_file, save_file
 from tensordict import TensorDict
 from verl.trainer.config import AlgoConfig
 from verl.trainer.ppo import core_algos
-from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
+from verl.trainer.ppo.rollout_corr_helper import (
+    compute_rollout_correction_weights,
+    compute_rollout_rejection_mask,
+)
 from verl.utils import torch_functional
 from verl.utils.tensordict_utils import assign_non_tensor
 from verl.workers.config import ActorConfig, CriticConfig
@@ -115,6 +118,9 @@ def kl_and_values() -> dict[str, torch.Tensor]:
         quantities[f"rollout correction: {kind}"] = compute_rollout_correction_weights(
             log_ratio, MASK, level, cap
         )[0]
+    quantities["mask of rollout correction: geometric"] = compute_rollout_rejection_mask(
+        log_ratio, MASK, "seq_mean_k1", f"{1 / 1.1}_1.1"
+    )[0].double()
     quantities["entropies of logits"] = torch_functional.entropy_from_logits(
         X["logits"] / TEMPERATURE
     )
