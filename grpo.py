@@ -155,10 +155,11 @@ class Args(
     """How token losses become one number. token: mean over an update's tokens; step_token: over a
     step's tokens; sequence: mean of the sequences' means; sequence_sum: mean of their sums;
     constant: sum / (sequences * max_response_length). Default: the variant's."""
-    advantage_scale: Literal["group", "batch", "none", "gdpo"] | None = None
+    advantage_scale: Literal["group", "batch", "none", "gdpo", "maxrl", "passk"] | None = None
     """Divide advantages by the deviation of the group's scores, the step's, or by nothing; gdpo
     normalizes each reward in its group, and their weighted sum over the step (arXiv:2601.05242);
-    default: the variant's."""
+    maxrl divides by the mean of the group's scores, which must not be negative (arXiv:2602.02710);
+    passk gives the best response alone an advantage (arXiv:2503.19595). Default: the variant's."""
     clip_low: Fraction | None = None
     """The ratio is clipped below at 1 - this. dppo: a token whose probability the step has lowered
     by more is left out (dppo_kl: by a KL of more). Default: the variant's."""
@@ -230,8 +231,9 @@ class Args(
             "--group_size must be 2 or more: advantages are relative to a group",
         )
         yield (
-            self.advantage_scale != "gdpo" or self.kl_in == "loss",
-            "--advantage_scale gdpo requires --kl_in loss: it would normalize a KL in the reward",
+            self.advantage_scale not in ("gdpo", "maxrl") or self.kl_in == "loss",
+            "--advantage_scale gdpo and maxrl require --kl_in loss: they would scale a KL in the "
+            "reward",
         )
         yield (
             self.kl_weighting == "none"
@@ -790,18 +792,26 @@ def group_advantages(scores: Tensor, group_size: int, scale: str) -> Tensor:
             no score.
         scale: divide by the "group"'s or the "batch"'s unbiased standard deviation + 1e-6, or by
             nothing ("none"). "gdpo" is "batch" for `decoupled_scores` (eq. 6 of GDPO), which have
-            mean 0 in each group.
+            mean 0 in each group. "maxrl": by the group's mean (arXiv:2602.02710); 0 where that is 0.
+            "passk": (best - second) / (std + 1e-6) for the best response, 0 for the others
+            (arXiv:2503.19595).
     Returns:
         (N,): (R - mean) / (std + eps); exactly 0 in a group whose scores are all equal, and for a
         missing score, which does not count in its group either.
     """
     grouped = scores.view(-1, group_size)  # (N / G, G)
     scored = grouped.isfinite()
-    centred = torch.where(scored, grouped - masked_mean(grouped, scored, 1)[:, None], 0.0)
-    if scale == "group":
+    mean = masked_mean(grouped, scored, 1)[:, None]
+    centred = torch.where(scored, grouped - mean, 0.0)
+    if scale in ("group", "passk"):
         degrees = (scored.sum(1, keepdim=True) - 1).clamp(min=1)
         variance = centred.square().sum(1, keepdim=True) / degrees
+        if scale == "passk":
+            best, second = grouped.masked_fill(~scored, -torch.inf).topk(2).values.split(1, 1)
+            centred = torch.where(grouped == best, best - second, 0.0)
         centred = centred / (variance.sqrt() + 1e-6)
+    elif scale == "maxrl":
+        centred = torch.where(mean > 0, centred / mean, 0.0)
     elif scale in ("batch", "gdpo") and scored.sum() > 1:
         centred = centred / (scores[scores.isfinite()].std() + 1e-6)
     return centred.masked_fill(equal_scores(grouped)[:, None], 0.0).view(-1)
@@ -897,6 +907,11 @@ def main(args: Args) -> None:
         if kl_in == "reward":
             kl = estimate_kl(batch.tokens["start_logprobs"], batch.tokens["ref_logprobs"])
             outcomes = outcomes - kl_coef * masked_sum(kl, mask, 1)
+        if args.advantage_scale == "maxrl" and (scores < 0).any():
+            prompt = batch.samples[scores.nan_to_num().argmin()].row["prompt"]
+            raise utils.UserError(
+                f"--advantage_scale maxrl: a score is negative, of a response to {prompt!r}"
+            )
         advantages = group_advantages(outcomes, args.group_size, settings.advantage_scale)  # (N,)
         # `group_advantages` gives 0 where the KL is not finite, as for a missing score. A NaN there
         # makes `Optimizer.step` skip the update.

@@ -104,6 +104,15 @@ def advantages_by_hand(scores: list[float], group_size: int, scale: str) -> list
             if not math.isfinite(score) or len(set(scored)) == 1:
                 result.append(0.0)
                 continue
+            if scale == "maxrl":
+                mean = statistics.fmean(scored)
+                result.append((score - mean) / mean if mean > 0 else 0.0)
+                continue
+            if scale == "passk":
+                *_, second, best = sorted(scored)
+                gain = best - second if score == best else 0.0
+                result.append(gain / (statistics.stdev(scored) + 1e-6))
+                continue
             spread = {"group": scored, "batch": all_scored}.get(scale)
             divisor = 1.0 if spread is None else statistics.stdev(spread) + 1e-6
             result.append((score - statistics.fmean(scored)) / divisor)
@@ -120,7 +129,7 @@ GROUPS = [
 ]
 
 
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize("scale", ["group", "batch", "none", "maxrl", "passk"])
 @pytest.mark.parametrize("scores", GROUPS)
 def test_group_advantages_by_loops(scores, scale):
     close(group_advantages(double(*scores), 3, scale), advantages_by_hand(scores, 3, scale))
@@ -129,7 +138,7 @@ def test_group_advantages_by_loops(scores, scale):
     )
 
 
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize("scale", ["group", "batch", "none", "maxrl", "passk"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_equal_scores_have_advantage_exactly_zero(scale, dtype):
     """Also where the float mean of equal numbers is another number."""

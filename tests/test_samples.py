@@ -340,6 +340,15 @@ def test_a_step_of_which_a_mask_leaves_nothing_trains_nothing(
     assert all(torch.equal(after[name], weight) for name, weight in before.items())
 
 
+def test_maxrl_refuses_a_negative_score(base, tmp_path, capfd):
+    values = {"penalty_reward_value": -1.0, "non_stop_penalty": True, "max_response_length": 2}
+    values = variant(base, tmp_path, **values, advantage_scale="maxrl")
+    with pytest.raises(SystemExit):
+        run_here(values)
+    said = capfd.readouterr().err
+    assert "--advantage_scale maxrl: a score is negative, of a response to '" in said
+
+
 def test_the_schedule_goes_by_steps(base, tmp_path):
     """A step in which groups were dropped has fewer updates; the learning rate ends where it should
     all the same.

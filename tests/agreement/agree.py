@@ -223,6 +223,7 @@ def advantages(x: dict[str, Tensor], G: int) -> dict[str, Tensor]:
             quantities[f"advantages: {scale}, as trl has it"] = (
                 quantities[f"advantages: {scale}"] * other_eps
             )
+    quantities["advantages: passk"] = grpo.group_advantages(x["scores"], G, "passk")
     quantities["advantages: none, scores missing"] = grpo.group_advantages(
         x["scores_missing"], G, "none"
     )

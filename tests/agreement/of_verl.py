@@ -78,6 +78,10 @@ def advantages() -> dict[str, torch.Tensor]:
     for name in ("group", "none", "RLOO"):
         # each response has a first token
         quantities[f"advantages: {name}"] = quantities[f"advantages: {name}"][:, 0]
+    passk, _ = core_algos.compute_grpo_passk_outcome_advantage(
+        SCORES, MASK, PROMPTS, config=AlgoConfig(norm_adv_by_std_in_grpo=True)
+    )
+    quantities["advantages: passk"] = passk[:, 0]
     quantities |= {f"{name}, conversations": x for name, x in outcome_advantages(TURNS).items()}
     whitened, returns = core_algos.compute_gae_advantage_return(
         X["rewards"], X["old_values"], TURNS, 0.97, 0.9
