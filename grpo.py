@@ -212,6 +212,9 @@ class Args(
     overlong_buffer: NonNegativeInt = 0
     """Soft overlong penalty: over this many last tokens before --max_response_length the score
     falls linearly by up to 1 (DAPO, arXiv:2503.14476, eq. 13); 0 for none."""
+    length_penalty: NonNegativeFloat = 0.0
+    """Subtract from each score this times the mean score of its group times its length / that of
+    the longest of the group, in tokens of the model; 0 for none."""
     mask_truncated: bool = False
     """Leave responses without a stop token out of the loss and of their group's baseline; they get
     no penalty."""
@@ -234,6 +237,10 @@ class Args(
             self.advantage_scale not in ("gdpo", "maxrl") or self.kl_in == "loss",
             "--advantage_scale gdpo and maxrl require --kl_in loss: they would scale a KL in the "
             "reward",
+        )
+        yield (
+            not self.length_penalty or self.advantage_scale != "gdpo",
+            "--length_penalty requires another --advantage_scale",
         )
         yield (
             self.kl_weighting == "none"
@@ -755,6 +762,22 @@ def decoupled_scores(batch: Batch, args: Args) -> Tensor:
     return weighted_sum(normalized, args).masked_fill(left_out, math.nan)
 
 
+def length_penalties(scores: Tensor, lengths: Tensor, group_size: int, weight: float) -> Tensor:
+    """Return what --length_penalty subtracts: weight * mean of the group's scores * length / that
+    of the longest response of the group (after prime-rl).
+
+    A response without a score counts for neither, and a mean below 0 is 0: it would reward length.
+
+    Args:
+        scores: (N,), as `final_scores` gives them. lengths: (N,), in tokens of the model.
+    """
+    grouped, lengths = scores.view(-1, group_size), lengths.view(-1, group_size)
+    scored = grouped.isfinite()
+    longest = lengths.where(scored, 1).amax(1, keepdim=True)
+    mean = masked_mean(grouped, scored, 1)[:, None].clamp(min=0)
+    return (weight * mean * lengths / longest).view(-1)
+
+
 def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) -> Experience:
     """Sample and score the prompts of a step, and with --filter_groups refill further prompts, until
     enough groups have two different scores.
@@ -776,12 +799,19 @@ def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) ->
         batch = Batch.from_samples(samples, latest.stopped.device)
         sums = weighted_sum(batch.reward_components, args)
         batch.scores = final_scores(sums, batch.response_lengths, batch.stopped, args)
+        penalties = length_penalties(
+            batch.scores, batch.response_mask.sum(1), args.group_size, args.length_penalty
+        )
+        batch.scores = batch.scores - penalties
         outcomes = decoupled_scores(batch, args) if args.advantage_scale == "gdpo" else batch.scores
         has_signal = ~equal_scores(outcomes.view(-1, args.group_size))  # (prompts,)
         count = prompts_to_add(has_signal, latest, sampler)  # above 0 only for a refill
         if not count:
             break
-    return select_groups(batch, has_signal, sampler, step, position)
+    experience = select_groups(batch, has_signal, sampler, step, position)
+    if args.length_penalty:
+        experience.metrics["val/length_penalty"] = penalties.mean().item()
+    return experience
 
 
 def group_advantages(scores: Tensor, group_size: int, scale: str) -> Tensor:

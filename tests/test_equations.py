@@ -498,6 +498,19 @@ def test_final_scores(script):
         close(script.final_scores(scores, lengths, stopped, *so_far, args), expected, 1e-8)
 
 
+@pytest.mark.parametrize("script", [grpo, rloo])
+def test_length_penalties_by_loops(script):
+    scores = [1.0, 0.0, 1.0, 0.5, NAN, 1.0, -1.0, -3.0, 0.0, NAN, NAN, NAN]
+    lengths = [4, 8, 2, 5, 90, 3, 7, 7, 1, 2, 3, 4]
+    expected = []
+    for start in range(0, 12, 3):
+        group = [(s, n) for s, n in zip(scores, lengths)][start : start + 3]
+        scored = [(s, n) for s, n in group if not math.isnan(s)] or [(0.0, 1)]
+        mean = max(0.0, statistics.fmean(s for s, _ in scored))
+        expected += [0.25 * mean * n / max(n for _, n in scored) for _, n in group]
+    close(script.length_penalties(double(*scores), torch.tensor(lengths), 3, 0.25), expected)
+
+
 # ---- schedule, cuts, order of the prompts --------------------------------------------------------
 
 

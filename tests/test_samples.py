@@ -111,6 +111,13 @@ def test_drop_leaves_out_the_groups_that_teach_nothing(collected):
     assert groups_of(collected(table, advantage_scale="gdpo", **two)[0]) == expected
 
 
+def test_a_length_penalty_makes_equal_scores_differ(collected):
+    """Response n has n + 1 tokens."""
+    got, *_ = collected([[2.0, 2.0]], filter_groups="drop", length_penalty=0.5)
+    assert got.batch.scores.tolist() == [1.5, 1.0] * 4
+    assert got.metrics["val/length_penalty"] == 0.75
+
+
 @pytest.mark.parametrize("differing", [(0,), (1, 2, 4)])
 def test_refill_samples_other_prompts_until_the_step_is_full(collected, differing):
     """As many as it takes if the share of groups with differing scores stays the same, and never
