@@ -739,7 +739,7 @@ def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) ->
     count = args.rollout_batch_size  # prompts to sample
     samples: list[Sample] = []
     for refill in range(1 + MAX_REFILLS):
-        rows = take_prompts(prompts, position, count, args.seed)
+        rows = take_prompts(prompts, position, count, args.seed, args.shuffle)
         # The first key is that of a run without refills, which then samples the same responses.
         key = ("rollout", args.seed, step, refill) if refill else ("rollout", args.seed, step)
         latest = sampler.rollout(rows, args.group_size, key)

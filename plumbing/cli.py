@@ -147,6 +147,8 @@ class RunArgs(OutputArgs):
     keep_best: str = ""
     """Metric of the evaluation, such as eval/accuracy: keep the trained model with the highest
     value, without Adam's state, in checkpoints/best/."""
+    stop_at: FiniteFloat | None = None
+    """End the run once the metric of --keep_best is this or more, after the first step or later."""
     eval_every: NonNegativeInt = 20
     """Steps between evaluations; also before the first step and after the last. 0: never."""
     log_samples: NonNegativeInt = 16
@@ -158,6 +160,7 @@ class RunArgs(OutputArgs):
     def rules(self: Any) -> Iterator[tuple[object, str]]:
         """Yield the conditions that flags must meet, each with what to say otherwise."""
         yield not self.keep_best or self.eval_every, "--keep_best requires an --eval_every above 0"
+        yield self.stop_at is None or self.keep_best, "--stop_at requires a --keep_best"
 
 
 @dataclass
@@ -230,6 +233,9 @@ class PromptArgs:
 
 @dataclass
 class DataArgs(PromptArgs):
+    shuffle: bool = True
+    """Shuffle the rows of --dataset anew for each pass; --no-shuffle keeps the order of the file, as for
+    a curriculum (of a list: the order of each data set)."""
     eval_dataset: str = ""
     """Prompts to evaluate on, named as those of --dataset, split test unless @split is given;
     default: those of --dataset, or for a single file nothing but --eval_share. Of a list, each data
@@ -334,6 +340,10 @@ class RolloutArgs(SamplingArgs):
     the step; from 2 on responses under way go on with the new ones."""
     vllm_tensor_parallel: PositiveInt = 1
     """Neighbouring ranks that share one vLLM engine."""
+    eval_temperature: Annotated[float, Field(gt=0, le=2)] | None = None
+    """Temperature of the samples of an evaluation; default: --temperature."""
+    eval_top_p: PositiveFraction | None = None
+    """--top_p of the samples of an evaluation; default: --top_p."""
 
     def rules(self: Any) -> Iterator[tuple[object, str]]:
         """Yield the conditions that flags must meet, each with what to say otherwise."""

@@ -9,6 +9,7 @@ import itertools
 import math
 import statistics
 
+import datasets
 import pytest
 import torch
 from hypothesis import given, settings
@@ -30,7 +31,7 @@ from grpo import (
     policy_loss,
     weighted_sum,
 )
-from plumbing.data.mixture import take_prompts
+from plumbing.data.mixture import mix, take_prompts
 from plumbing.rollout.batch import Batch, Sample
 
 NAN = math.nan
@@ -638,6 +639,16 @@ def test_take_prompts_goes_through_all_in_each_pass(count):
     )
     assert stream[: passes * size] == [take(i, 1, 1)[0] for i in range(passes * size)]
     assert stream[:size] != take(0, size, 2)
+
+
+def test_prompts_in_the_order_of_the_file():
+    rows = [{"i": i} for i in range(7)]
+    taken = take_prompts(rows, 5, 11, 1, shuffle=False)
+    assert [row["i"] for row in taken] == [(5 + i) % 7 for i in range(11)]
+    parts = [(datasets.Dataset.from_list(rows[:3]), 0.5), (datasets.Dataset.from_list(rows[3:]), 1)]
+    mixed = mix(parts, 1, shuffle=False)["i"]
+    passes = [i for i in mixed if i < 3], [i for i in mixed if i >= 3]
+    assert passes[0] == [0, 1, 2][: len(passes[0])] and passes[1][:4] == [3, 4, 5, 6]
 
 
 def test_generator_depends_on_its_key_alone():

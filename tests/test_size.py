@@ -89,7 +89,7 @@ def table() -> dict[str, tuple[int, int]]:
     everything = ("*.py", "plumbing/**/*.py", "extras/**/*.py", "scripts/**/*.py", "assets/**/*.py")
     rows = {
         "Python outside tests, tokens": (tokens(*everything), 99_600),
-        "plumbing/, tokens": (tokens("plumbing/**/*.py"), 41_000),
+        "plumbing/, tokens": (tokens("plumbing/**/*.py"), 41_300),
         "extras/, tokens": (tokens("extras/**/*.py"), 18_200),
         "plumbing/, files": (len(plumbing), 40),
         "plumbing/, files outside of its folders": (
