@@ -171,6 +171,10 @@ class Args(
     1 (verl: 3.0); 0 for no bound."""
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus."""
+    entropy_target: NonNegativeFloat = 0.0
+    """Mean entropy per token to which the weight of the bonus is steered, from --entropy_coef on:
+    after each step by 0.005, within 0 and 1; a step after one above the target has no bonus
+    (Skywork-OR1, arXiv:2505.22312). 0 keeps the weight fixed."""
 
     kl_coef: NonNegativeFloat = 0.001
     """Weight beta of the KL to the reference; 0 loads no reference model."""
@@ -402,7 +406,7 @@ def policy_loss(
         # The temperatures of the paper.
         tau = torch.full_like(advantages, 1.05).masked_fill(advantages > 0, 1.0)
         return -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages, torch.zeros_like(mask)
-    if kind in ("dppo", "dppo_kl"):
+    if "dppo" in kind:
         p = logprobs.detach().exp()
         q = old_logprobs.exp()
         change = (p - q).abs()
@@ -799,19 +803,19 @@ def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) ->
         batch = Batch.from_samples(samples, latest.stopped.device)
         sums = weighted_sum(batch.reward_components, args)
         batch.scores = final_scores(sums, batch.response_lengths, batch.stopped, args)
-        penalties = length_penalties(
-            batch.scores, batch.response_mask.sum(1), args.group_size, args.length_penalty
-        )
-        batch.scores = batch.scores - penalties
+        if args.length_penalty:
+            lengths = batch.response_mask.sum(1)
+            penalties = length_penalties(
+                batch.scores, lengths, args.group_size, args.length_penalty
+            )
+            batch.scores = batch.scores - penalties
+            batch.reward_components["length_penalty"] = -penalties  # for the log
         outcomes = decoupled_scores(batch, args) if args.advantage_scale == "gdpo" else batch.scores
         has_signal = ~equal_scores(outcomes.view(-1, args.group_size))  # (prompts,)
         count = prompts_to_add(has_signal, latest, sampler)  # above 0 only for a refill
         if not count:
             break
-    experience = select_groups(batch, has_signal, sampler, step, position)
-    if args.length_penalty:
-        experience.metrics["val/length_penalty"] = penalties.mean().item()
-    return experience
+    return select_groups(batch, has_signal, sampler, step, position)
 
 
 def group_advantages(scores: Tensor, group_size: int, scale: str) -> Tensor:
@@ -907,6 +911,7 @@ def main(args: Args) -> None:
     needs_start_logprobs = pi_old == "start" or kl_in == "reward"
     rollouts = parts.start(collect, total_steps, {"": optimizer})  # by model; "": the policy
     adaptive_kl = AdaptiveKL(args, run.state)
+    adaptive_entropy = utils.AdaptiveEntropy(args, run.state)
 
     for step in run.steps():
         # ---- 1. rollout ----
@@ -918,6 +923,7 @@ def main(args: Args) -> None:
         scores = batch.scores  # (N,)
         trainable = scores.isfinite().nonzero()[:, 0].tolist()  # the responses with a score
         kl_coef = adaptive_kl.coef
+        entropy_coef = adaptive_entropy.coef
 
         # ---- 2. log-probs: of the reference, and of the policy at the start of the step ----
         run.phase("logprobs")
@@ -938,9 +944,9 @@ def main(args: Args) -> None:
             kl = estimate_kl(batch.tokens["start_logprobs"], batch.tokens["ref_logprobs"])
             outcomes = outcomes - kl_coef * masked_sum(kl, mask, 1)
         if args.advantage_scale == "maxrl" and (scores < 0).any():
-            prompt = batch.samples[scores.nan_to_num().argmin()].row["prompt"]
+            sample = batch.samples[scores.nan_to_num().argmin()]
             raise utils.UserError(
-                f"--advantage_scale maxrl: a score is negative, of a response to {prompt!r}"
+                f"--advantage_scale maxrl: a score is negative, of a response to {sample.row['prompt']!r}"
             )
         advantages = group_advantages(outcomes, args.group_size, settings.advantage_scale)  # (N,)
         # `group_advantages` gives 0 where the KL is not finite, as for a missing score. A NaN there
@@ -987,8 +993,8 @@ def main(args: Args) -> None:
                     args.dual_clip,
                 )
                 loss = policy_term = reduce_loss(token_losses * weights * counts, m)
-                if args.entropy_coef:
-                    loss = loss - args.entropy_coef * reduce_loss(out["entropies"], m)
+                if entropy_coef:
+                    loss = loss - entropy_coef * reduce_loss(out["entropies"], m)
                 if kl_in == "loss":
                     kl_losses = estimate_kl(logprobs, micro["ref_logprobs"])
                     if args.kl_weighting == "ratio":
@@ -1014,10 +1020,11 @@ def main(args: Args) -> None:
             sync_reference(reference, policy)
         total = sums.totals()
 
-        # ---- 6. metrics, and the KL controller ----
+        # ---- 6. metrics, and the controllers ----
         metrics = {
             "epoch": experience.state["position"] / len(parts.prompts),
             "objective/kl_coef": kl_coef,
+            **adaptive_entropy.metrics(),
             **policy_metrics(total, experience.sampled.scores, kl_coef),
             **batch_metrics(experience.sampled, sampler.reward_sources),
             **mismatch_metrics(total, step, batch),
@@ -1025,6 +1032,7 @@ def main(args: Args) -> None:
             **optimizer.metrics(),
             **sampler.metrics(),
         }
+        adaptive_entropy.update(metrics["policy/entropy_avg"])
         # --kl_target is a mean over tokens; objective/kl is a sum over them.
         adaptive_kl.update(total["mean_kl"] / total["responses"], len(trainable))
         samples = sample_rows(batch, args.log_samples)

@@ -171,6 +171,10 @@ class Args(
     1 (verl: 3.0); 0 for no bound."""
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus."""
+    entropy_target: NonNegativeFloat = 0.0
+    """Mean entropy per token to which the weight of the bonus is steered, from --entropy_coef on:
+    after each step by 0.005, within 0 and 1; a step after one above the target has no bonus
+    (Skywork-OR1, arXiv:2505.22312). 0 keeps the weight fixed."""
 
     kl_coef: NonNegativeFloat = 0.001
     """Weight beta of the KL to the reference; 0 loads no reference model."""
@@ -1050,6 +1054,7 @@ def main(args: Args) -> None:
     optimizers = {"": optimizer, "critic": critic_optimizer}
     rollouts = parts.start(collect, total_steps, optimizers)
     adaptive_kl = AdaptiveKL(args, run.state)
+    adaptive_entropy = utils.AdaptiveEntropy(args, run.state)
 
     for step in run.steps():
         # ---- 1. rollout ----
@@ -1061,6 +1066,7 @@ def main(args: Args) -> None:
         scores = batch.scores  # (N,)
         trainable = scores.isfinite().nonzero()[:, 0].tolist()  # the responses with a score
         kl_coef = adaptive_kl.coef
+        entropy_coef = adaptive_entropy.coef
 
         # ---- 2. log-probs: of the reference, and of the policy at the start of the step ----
         run.phase("logprobs")
@@ -1150,8 +1156,8 @@ def main(args: Args) -> None:
                     args.dual_clip,
                 )
                 loss = policy_term = reduce_loss(token_losses * weights * counts, m)
-                if args.entropy_coef:
-                    loss = loss - args.entropy_coef * reduce_loss(out["entropies"], m)
+                if entropy_coef:
+                    loss = loss - entropy_coef * reduce_loss(out["entropies"], m)
                 if kl_in == "loss":
                     token_kl = estimate_kl(logprobs, micro["ref_logprobs"])
                     loss = loss + kl_coef * reduce_loss(token_kl, m)
@@ -1175,10 +1181,11 @@ def main(args: Args) -> None:
             sync_reference(reference, policy)
         total = sums.totals()
 
-        # ---- 6. metrics, and the KL controller ----
+        # ---- 6. metrics, and the controllers ----
         metrics = {
             "epoch": experience.state["position"] / len(parts.prompts),
             "objective/kl_coef": kl_coef,
+            **adaptive_entropy.metrics(),
             **policy_metrics(total, experience.sampled.scores, kl_coef),
             **batch_metrics(experience.sampled, sampler.reward_sources),
             **mismatch_metrics(total, step, batch),
@@ -1192,6 +1199,7 @@ def main(args: Args) -> None:
             **critic_optimizer.metrics(),
             **sampler.metrics(),
         }
+        adaptive_entropy.update(metrics["policy/entropy_avg"])
         if updates:  # --kl_target is a mean over tokens; objective/kl is a sum over them
             adaptive_kl.update(total["mean_kl"] / total["responses"], len(trainable))
         samples = sample_rows(batch, args.log_samples)

@@ -142,6 +142,10 @@ class Args(
     1 (verl: 3.0); 0 for no bound."""
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus."""
+    entropy_target: NonNegativeFloat = 0.0
+    """Mean entropy per token to which the weight of the bonus is steered, from --entropy_coef on:
+    after each step by 0.005, within 0 and 1; a step after one above the target has no bonus
+    (Skywork-OR1, arXiv:2505.22312). 0 keeps the weight fixed."""
 
     kl_coef: NonNegativeFloat = 0.001
     """Weight beta of the KL to the reference; 0 loads no reference model."""
@@ -748,19 +752,19 @@ def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) ->
         batch = Batch.from_samples(samples, latest.stopped.device)
         sums = weighted_sum(batch.reward_components, args)
         batch.scores = final_scores(sums, batch.response_lengths, batch.stopped, args)
-        penalties = length_penalties(
-            batch.scores, batch.response_mask.sum(1), args.group_size, args.length_penalty
-        )
-        batch.scores = batch.scores - penalties
+        if args.length_penalty:
+            lengths = batch.response_mask.sum(1)
+            penalties = length_penalties(
+                batch.scores, lengths, args.group_size, args.length_penalty
+            )
+            batch.scores = batch.scores - penalties
+            batch.reward_components["length_penalty"] = -penalties  # for the log
         has_signal = ~equal_scores(batch.scores.view(-1, args.group_size))  # (prompts,)
         count = prompts_to_add(has_signal, latest, sampler)  # above 0 only for a refill
         if not count:
             break
     if args.advantage != "remax":
-        experience = select_groups(batch, has_signal, sampler, step, position)
-        if args.length_penalty:
-            experience.metrics["val/length_penalty"] = penalties.mean().item()
-        return experience
+        return select_groups(batch, has_signal, sampler, step, position)
     greedy = sampler.rollout(rows, 0, ("greedy", args.seed, step))  # 0: one greedy response each
     sums = weighted_sum(greedy.reward_components, args)
     # --mask_truncated leaves no baseline out: a greedy response without a stop token keeps
@@ -882,6 +886,7 @@ def main(args: Args) -> None:
     needs_start_logprobs = pi_old == "start" or kl_in == "reward"
     rollouts = parts.start(collect, total_steps, {"": optimizer})  # by model; "": the policy
     adaptive_kl = AdaptiveKL(args, run.state)
+    adaptive_entropy = utils.AdaptiveEntropy(args, run.state)
 
     for step in run.steps():
         # ---- 1. rollout ----
@@ -893,6 +898,7 @@ def main(args: Args) -> None:
         scores = batch.scores  # (N,)
         trainable = scores.isfinite().nonzero()[:, 0].tolist()  # the responses with a score
         kl_coef = adaptive_kl.coef
+        entropy_coef = adaptive_entropy.coef
 
         # ---- 2. log-probs: of the reference, and of the policy at the start of the step ----
         run.phase("logprobs")
@@ -960,8 +966,8 @@ def main(args: Args) -> None:
                     args.dual_clip,
                 )
                 loss = policy_term = reduce_loss(token_losses * weights * counts, m)
-                if args.entropy_coef:
-                    loss = loss - args.entropy_coef * reduce_loss(out["entropies"], m)
+                if entropy_coef:
+                    loss = loss - entropy_coef * reduce_loss(out["entropies"], m)
                 if kl_in == "loss":
                     token_kl = estimate_kl(logprobs, micro["ref_logprobs"])
                     loss = loss + kl_coef * reduce_loss(token_kl, m)
@@ -984,10 +990,11 @@ def main(args: Args) -> None:
             sync_reference(reference, policy)
         total = sums.totals()
 
-        # ---- 6. metrics, and the KL controller ----
+        # ---- 6. metrics, and the controllers ----
         metrics = {
             "epoch": experience.state["position"] / len(parts.prompts),
             "objective/kl_coef": kl_coef,
+            **adaptive_entropy.metrics(),
             **policy_metrics(total, experience.sampled.scores, kl_coef),
             **batch_metrics(experience.sampled, sampler.reward_sources),
             **mismatch_metrics(total, step, batch),
@@ -995,6 +1002,7 @@ def main(args: Args) -> None:
             **optimizer.metrics(),
             **sampler.metrics(),
         }
+        adaptive_entropy.update(metrics["policy/entropy_avg"])
         # --kl_target is a mean over tokens; objective/kl is a sum over them.
         adaptive_kl.update(total["mean_kl"] / total["responses"], len(trainable))
         samples = sample_rows(batch, args.log_samples)

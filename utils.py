@@ -322,8 +322,9 @@ class Optimizer:
             self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
             if not finite or not norm:
                 name = f"{self.prefix}update".replace("_", " ")
-                reason = "gradient is 0" if finite else "loss or gradient is not finite"
-                warn(f"{name} {self.updates}: its {reason}, so it changes no weight")
+                warn(
+                    f"{name} {self.updates}: its gradient has norm {norm}, so it changes no weight"
+                )
         if self.skipped_in_a_row > self.MAX_SKIPPED:
             raise UserError(
                 f"--{self.prefix}learning_rate {self.peak}: the gradient was not finite in {self.skipped_in_a_row} "
@@ -375,6 +376,34 @@ class Optimizer:
         for name in self.counters:
             # A run with another --precision has saved no scale.
             setattr(self, name, state.get(name, getattr(self, name)))
+
+
+class AdaptiveEntropy:
+    """The weight of the entropy bonus, with --entropy_target steered (Skywork-OR1,
+    arXiv:2505.22312; its numbers are TRL's).
+
+    `coef`: of the next step, 0 after a step whose entropy was above the target.
+    """
+
+    def __init__(self, args: Any, state: dict):
+        """`state`: of the run, which keeps both weights for a resume."""
+        self.target = args.entropy_target
+        self.state = state
+        saved = self.target and state.get("entropy_coefs")
+        self.steered, self.coef = saved or [args.entropy_coef] * 2
+
+    def update(self, entropy: float) -> None:
+        """Add 0.005 where the step's mean entropy per token is below the target, else subtract it,
+        within 0 and 1. An entropy that is not finite changes nothing.
+        """
+        if self.target and math.isfinite(entropy):
+            change = 0.005 if entropy < self.target else -0.005
+            self.steered = min(max(self.steered + change, 0.0), 1.0)
+            self.coef = self.steered if entropy <= self.target else 0.0
+            self.state["entropy_coefs"] = [self.steered, self.coef]
+
+    def metrics(self) -> dict[str, float]:
+        return {"policy/entropy_coef": self.coef} if self.target else {}
 
 
 def lr_factor(update: int, total: int, warmup_ratio: float, schedule: str) -> float:

@@ -479,6 +479,10 @@ class PolicyArgs(OptimizerArgs):
             "--ref_model and --kl_target require a --kl_coef above 0",
         )
         yield (
+            not self.entropy_target or self.entropy_coef,
+            "--entropy_target requires an --entropy_coef above 0 to begin with",
+        )
+        yield (
             not self.kl_target or 5 * self.kl_horizon > self.rollout_batch_size * self.group_size,
             "--kl_horizon must be over a fifth of a step's responses: --kl_coef would fall "
             "to 0 or below",

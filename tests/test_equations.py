@@ -269,6 +269,19 @@ def test_a_kl_that_is_not_finite_leaves_its_coefficient():
     assert adaptive_kl.coef == 0.5
 
 
+def test_adaptive_entropy():
+    """A bonus below the target or at it, none after a step above; it goes on from the run's state."""
+    state = {}
+    args = grpo.Args(entropy_coef=0.007, entropy_target=0.2)
+    controller = utils.AdaptiveEntropy(args, state)
+    coefs = [controller.coef]
+    for entropy in (0.1, 0.2, NAN, 0.3, 0.25, 0.3, 0.19):
+        controller.update(entropy)
+        coefs.append(utils.AdaptiveEntropy(args, state).coef)
+    assert coefs == pytest.approx([0.007, 0.012, 0.007, 0.007, 0, 0, 0, 0.005])
+    assert utils.AdaptiveEntropy(grpo.Args(entropy_coef=0.007), state).coef == 0.007
+
+
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 def test_entropy_with_masked_tokens(dtype, tolerance):
     """Logits of -inf: as torch.distributions has it, also with a loss that fp16 scales; NaN stays
