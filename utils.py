@@ -389,7 +389,7 @@ class AdaptiveEntropy:
         """`state`: of the run, which keeps both weights for a resume."""
         self.target = args.entropy_target
         self.state = state
-        saved = self.target and state.get("entropy_coefs")
+        saved = state.get("entropy_coefs") if self.target else None
         self.steered, self.coef = saved or [args.entropy_coef] * 2
 
     def update(self, entropy: float) -> None:
@@ -402,7 +402,7 @@ class AdaptiveEntropy:
             self.coef = self.steered if entropy <= self.target else 0.0
             self.state["entropy_coefs"] = [self.steered, self.coef]
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self) -> dict:
         return {"policy/entropy_coef": self.coef} if self.target else {}
 
 
