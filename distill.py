@@ -471,7 +471,7 @@ def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) ->
     reward_sources = sampler.reward_sources
     samples = []
     position = state.get("position", 0)  # of the step's first prompt
-    rows = take_prompts(prompts, position, args.rollout_batch_size, args.seed)
+    rows = take_prompts(prompts, position, args.rollout_batch_size, args.seed, args.shuffle)
     drawn = utils.generator("on policy", args.seed, step).random(len(rows))
     by_student = drawn < args.on_policy_share  # (prompts,) bool
     asked = [row for row, student in zip(rows, by_student) if student]

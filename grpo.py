@@ -94,6 +94,8 @@ VARIANTS = {
     "cispo": Variant("cispo", "token", "group", 1.0, 4.0),  # MiniMax-M1, arXiv:2506.13585, eq. 4
     "sapo": Variant("sapo", "sequence", "group", 0.0, 0.0),  # arXiv:2511.20347, eq. 5; no clip
     "reinforce": Variant("reinforce", "token", "group", 0.0, 0.0),  # -A log pi, no ratio
+    "dppo": Variant("dppo", "token", "group", 0.2, 0.2),  # DPPO, arXiv:2602.04879, binary TV
+    "dppo_kl": Variant("dppo_kl", "token", "group", 0.05, 0.05),  # the same, binary KL
 }
 CHUNK_TOKENS = 512  # response tokens whose logits are held at once
 ROLLOUT_OUTPUTS = ("rollout_logprobs",)  # what `generate` stores per token; vLLM returns no others
@@ -133,28 +135,46 @@ class Args(
     """System turn put before each prompt that has none; the saved chat template does the same; ""
     adds none. Default: that of SYSTEM_PROMPTS for the first source of --reward, else none."""
 
-    loss: Literal["grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo", "sapo", "reinforce"] = "grpo"
+    loss: Literal[
+        "grpo",
+        "dr_grpo",
+        "dapo",
+        "bnpo",
+        "gspo",
+        "cispo",
+        "sapo",
+        "reinforce",
+        "dppo",
+        "dppo_kl",
+    ] = "grpo"
     """Variant: fixes the token loss, and sets what --loss_aggregation, --advantage_scale,
-    --clip_low and --clip_high leave open (VARIANTS)."""
+    --clip_low and --clip_high leave open (VARIANTS). dppo is recommended with --async_steps."""
     loss_aggregation: (
         Literal["token", "step_token", "sequence", "sequence_sum", "constant"] | None
     ) = None
     """How token losses become one number. token: mean over an update's tokens; step_token: over a
     step's tokens; sequence: mean of the sequences' means; sequence_sum: mean of their sums;
     constant: sum / (sequences * max_response_length). Default: the variant's."""
-    advantage_scale: Literal["group", "batch", "none", "gdpo"] | None = None
+    advantage_scale: Literal["group", "batch", "none", "gdpo", "maxrl", "passk"] | None = None
     """Divide advantages by the deviation of the group's scores, the step's, or by nothing; gdpo
     normalizes each reward in its group, and their weighted sum over the step (arXiv:2601.05242);
-    default: the variant's."""
+    maxrl divides by the mean of the group's scores, which must not be negative (arXiv:2602.02710);
+    passk gives the best response alone an advantage (arXiv:2503.19595). Default: the variant's."""
     clip_low: Fraction | None = None
-    """The ratio is clipped below at 1 - this; default: the variant's."""
+    """The ratio is clipped below at 1 - this. dppo: a token whose probability the step has lowered
+    by more is left out (dppo_kl: by a KL of more). Default: the variant's."""
     clip_high: NonNegativeFloat | None = None
-    """The ratio is clipped above at 1 + this; default: the variant's."""
+    """The ratio is clipped above at 1 + this, or as --clip_low says for a probability that rises;
+    default: the variant's."""
     dual_clip: NonNegativeFloat = 0.0
     """Bound of the loss where the advantage is negative: at most -A times this, which must be above
     1 (verl: 3.0); 0 for no bound."""
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus."""
+    entropy_target: NonNegativeFloat = 0.0
+    """Mean entropy per token to which the weight of the bonus is steered, from --entropy_coef on:
+    after each step by 0.005, within 0 and 1; a step after one above the target has no bonus
+    (Skywork-OR1, arXiv:2505.22312). 0 keeps the weight fixed."""
 
     kl_coef: NonNegativeFloat = 0.001
     """Weight beta of the KL to the reference; 0 loads no reference model."""
@@ -173,14 +193,21 @@ class Args(
     ref_refresh_every: NonNegativeInt = 0
     """Steps between refreshes of the reference from the policy (TR-DPO, arXiv:2404.09656); 0 for
     never."""
-    rollout_correction: Literal["none", "truncate", "mask", "sequence_mask"] | None = None
+    rollout_correction: Literal["none", "truncate", "mask", "sequence_mask", "geometric"] | None = (
+        None
+    )
     """Multiply the policy loss by rho = pi_start / pi_sampler, probability of a token at the
     start of the step divided by that when it was sampled.
     truncate: rho of a token, at most --rollout_correction_cap; mask: rho of a token, 0 outside of
-    [1 / cap, cap]; sequence_mask: rho of the whole response, 0 above cap. Default: truncate where
-    vLLM samples without --async_steps, else none."""
-    rollout_correction_cap: Factor = 2.0
-    """Largest rho of --rollout_correction; 2 for tokens, 3 for sequences are usual."""
+    [1 / cap, cap]; sequence_mask: rho of the whole response, 0 above cap; geometric: 1, or 0 for a
+    response whose geometric mean of rho is outside of [1 / cap, cap]. Default: truncate where vLLM
+    samples without --async_steps, else none."""
+    rollout_correction_cap: Factor | None = None
+    """Largest rho of --rollout_correction; 2 for tokens, 3 for sequences are usual, and 1.001 to 1.1
+    for a geometric mean. Default: 2, or 1.1 for geometric."""
+    off_policy_delta: NonNegativeFloat = 0.0
+    """Leave a response with a negative advantage out of the policy loss once the mean of log(pi of
+    the sampler / pi) over its tokens is above this; 0.5 is usual, 0 for never (DeepSeek-V3.2)."""
 
     non_stop_penalty: bool = True
     """Penalise a response without a stop token by --penalty_reward_value."""
@@ -189,6 +216,9 @@ class Args(
     overlong_buffer: NonNegativeInt = 0
     """Soft overlong penalty: over this many last tokens before --max_response_length the score
     falls linearly by up to 1 (DAPO, arXiv:2503.14476, eq. 13); 0 for none."""
+    length_penalty: NonNegativeFloat = 0.0
+    """Subtract from each score this times the mean score of its group times its length / that of
+    the longest of the group, in tokens of the model; 0 for none."""
     mask_truncated: bool = False
     """Leave responses without a stop token out of the loss and of their group's baseline; they get
     no penalty."""
@@ -208,8 +238,13 @@ class Args(
             "--group_size must be 2 or more: advantages are relative to a group",
         )
         yield (
-            self.advantage_scale != "gdpo" or self.kl_in == "loss",
-            "--advantage_scale gdpo requires --kl_in loss: it would normalize a KL in the reward",
+            self.advantage_scale not in ("gdpo", "maxrl") or self.kl_in == "loss",
+            "--advantage_scale gdpo and maxrl require --kl_in loss: they would scale a KL in the "
+            "reward",
+        )
+        yield (
+            not self.length_penalty or self.advantage_scale != "gdpo",
+            "--length_penalty requires another --advantage_scale",
         )
         yield (
             self.kl_weighting == "none"
@@ -229,6 +264,11 @@ class Args(
             self.loss not in ("sapo", "reinforce")
             or (self.clip_low, self.clip_high) == (None, None),
             "--clip_low and --clip_high require a --loss that clips the ratio",
+        )
+        yield (
+            "dppo" not in self.loss or self.rollout_correction in (None, "none"),
+            "--rollout_correction requires another --loss: the ratio of dppo is to the policy that "
+            "sampled, so that nothing is left to correct",
         )
         yield (
             self.filter_groups != "refill" or self.async_steps < 2,
@@ -346,7 +386,8 @@ def policy_loss(
         logprobs, old_logprobs: (N, T), of pi and pi_old. advantages: (N, T). mask: (N, T) bool.
         kind: "ppo" (arXiv:1707.06347, eq. 7; dual clip: arXiv:1912.09729, eq. 5), "gspo"
             (arXiv:2507.18071, eq. 13), "cispo" (arXiv:2506.13585, eq. 4), "sapo" (arXiv:2511.20347,
-            eq. 5) or "reinforce".
+            eq. 5), "reinforce", "dppo" or "dppo_kl" (arXiv:2602.04879: the trust region bounds the
+            change of a token's probability, which is small for rare tokens of any ratio).
     Returns:
         Loss (N, T), and where clipping removed the gradient or changed the weight (N, T) bool.
     """
@@ -365,6 +406,19 @@ def policy_loss(
         # The temperatures of the paper.
         tau = torch.full_like(advantages, 1.05).masked_fill(advantages > 0, 1.0)
         return -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages, torch.zeros_like(mask)
+    if "dppo" in kind:
+        p = logprobs.detach().exp()
+        q = old_logprobs.exp()
+        change = (p - q).abs()
+        if kind == "dppo_kl":  # with verl's 1e-8: a p that rounds to 1 is not infinitely far away
+            others = ((1 - q + 1e-8) / (1 - p + 1e-8)).log()
+            change = (1 - q) * others - q * log_ratio.detach()
+        too_high = (p > q) & (change > clip_high)
+        too_low = (p < q) & (change > clip_low)
+        left_out = torch.where(advantages > 0, too_high, too_low)
+        # The paper's bound of the ratio, section 5.4: so high that it hardly biases.
+        weight = ratio.detach().clamp(max=20).masked_fill(left_out, 0.0)
+        return -weight * advantages * logprobs, left_out
     too_low = (ratio < 1 - clip_low) & (advantages < 0)
     too_high = (ratio > 1 + clip_high) & (advantages > 0)
     clipped = too_low | too_high
@@ -403,22 +457,43 @@ def correction_weights(
         old_logprobs, rollout_logprobs: (N, T), by the policy at the start of the step and by the
             sampler.
         kind: "truncate": min(rho, cap) (TIS); "mask": rho, 0 outside of [1 / cap, cap] (IcePop);
-            "sequence_mask": rho of the whole response, 0 above cap; "none": 1.
+            "sequence_mask": rho of the whole response, 0 above cap; "geometric": 1, or 0 for a
+            response whose geometric mean of rho is outside of [1 / cap, cap]; "none": 1.
     Returns:
         (N, T), without gradient.
     """
     log_ratio = torch.where(mask, old_logprobs.detach() - rollout_logprobs, 0.0)
     if kind == "sequence_mask":
         log_ratio = log_ratio.sum(1, keepdim=True).expand_as(log_ratio)
+    elif kind == "geometric":
+        log_ratio = masked_mean(log_ratio, mask, 1)[:, None].expand_as(log_ratio)
     rho = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     if kind == "none":
         return torch.ones_like(rho)
     if kind == "truncate":
         return rho.clamp(max=cap)
     dropped = rho > cap
-    if kind == "mask":
+    if kind in ("mask", "geometric"):
         dropped = dropped | (rho < 1 / cap)
+    if kind == "geometric":
+        rho = torch.ones_like(rho)
     return rho.masked_fill(dropped, 0.0)
+
+
+def off_policy_mask(
+    logprobs: Tensor, rollout_logprobs: Tensor, advantages: Tensor, mask: Tensor, delta: float
+) -> Tensor:
+    """Return which tokens count in the policy loss: all but those with a negative advantage in
+    responses that the policy has become unlikely to give (DeepSeek-V3.2, arXiv:2512.02556, eq. 9).
+
+    Args:
+        logprobs, rollout_logprobs, advantages: (N, T). mask: (N, T) bool.
+        delta: largest mean over a response's tokens of rollout_logprobs - logprobs; 0 for any.
+    Returns:
+        (N, T) bool.
+    """
+    drift = masked_mean(rollout_logprobs - logprobs.detach(), mask, 1)[:, None]
+    return (advantages >= 0) | (drift <= (delta or math.inf))
 
 
 def aggregate(
@@ -691,6 +766,22 @@ def decoupled_scores(batch: Batch, args: Args) -> Tensor:
     return weighted_sum(normalized, args).masked_fill(left_out, math.nan)
 
 
+def length_penalties(scores: Tensor, lengths: Tensor, group_size: int, weight: float) -> Tensor:
+    """Return what --length_penalty subtracts: weight * mean of the group's scores * length / that
+    of the longest response of the group (after prime-rl).
+
+    A response without a score counts for neither, and a mean below 0 is 0: it would reward length.
+
+    Args:
+        scores: (N,), as `final_scores` gives them. lengths: (N,), in tokens of the model.
+    """
+    grouped, lengths = scores.view(-1, group_size), lengths.view(-1, group_size)
+    scored = grouped.isfinite()
+    longest = lengths.where(scored, 1).amax(1, keepdim=True)
+    mean = masked_mean(grouped, scored, 1)[:, None].clamp(min=0)
+    return (weight * mean * lengths / longest).view(-1)
+
+
 def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) -> Experience:
     """Sample and score the prompts of a step, and with --filter_groups refill further prompts, until
     enough groups have two different scores.
@@ -703,7 +794,7 @@ def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) ->
     count = args.rollout_batch_size  # prompts to sample
     samples: list[Sample] = []
     for refill in range(1 + MAX_REFILLS):
-        rows = take_prompts(prompts, position, count, args.seed)
+        rows = take_prompts(prompts, position, count, args.seed, args.shuffle)
         # The first key is that of a run without refills, which then samples the same responses.
         key = ("rollout", args.seed, step, refill) if refill else ("rollout", args.seed, step)
         latest = sampler.rollout(rows, args.group_size, key)
@@ -712,6 +803,13 @@ def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) ->
         batch = Batch.from_samples(samples, latest.stopped.device)
         sums = weighted_sum(batch.reward_components, args)
         batch.scores = final_scores(sums, batch.response_lengths, batch.stopped, args)
+        if args.length_penalty:
+            lengths = batch.response_mask.sum(1)
+            penalties = length_penalties(
+                batch.scores, lengths, args.group_size, args.length_penalty
+            )
+            batch.scores = batch.scores - penalties
+            batch.reward_components["length_penalty"] = -penalties  # for the log
         outcomes = decoupled_scores(batch, args) if args.advantage_scale == "gdpo" else batch.scores
         has_signal = ~equal_scores(outcomes.view(-1, args.group_size))  # (prompts,)
         count = prompts_to_add(has_signal, latest, sampler)  # above 0 only for a refill
@@ -728,18 +826,26 @@ def group_advantages(scores: Tensor, group_size: int, scale: str) -> Tensor:
             no score.
         scale: divide by the "group"'s or the "batch"'s unbiased standard deviation + 1e-6, or by
             nothing ("none"). "gdpo" is "batch" for `decoupled_scores` (eq. 6 of GDPO), which have
-            mean 0 in each group.
+            mean 0 in each group. "maxrl": by the group's mean (arXiv:2602.02710); 0 where that is 0.
+            "passk": (best - second) / (std + 1e-6) for the best response, 0 for the others
+            (arXiv:2503.19595).
     Returns:
         (N,): (R - mean) / (std + eps); exactly 0 in a group whose scores are all equal, and for a
         missing score, which does not count in its group either.
     """
     grouped = scores.view(-1, group_size)  # (N / G, G)
     scored = grouped.isfinite()
-    centred = torch.where(scored, grouped - masked_mean(grouped, scored, 1)[:, None], 0.0)
-    if scale == "group":
+    mean = masked_mean(grouped, scored, 1)[:, None]
+    centred = torch.where(scored, grouped - mean, 0.0)
+    if scale in ("group", "passk"):
         degrees = (scored.sum(1, keepdim=True) - 1).clamp(min=1)
         variance = centred.square().sum(1, keepdim=True) / degrees
+        if scale == "passk":
+            best, second = grouped.masked_fill(~scored, -torch.inf).topk(2).values.split(1, 1)
+            centred = torch.where(grouped == best, best - second, 0.0)
         centred = centred / (variance.sqrt() + 1e-6)
+    elif scale == "maxrl":
+        centred = torch.where(mean > 0, centred / mean, 0.0)
     elif scale in ("batch", "gdpo") and scored.sum() > 1:
         centred = centred / (scores[scores.isfinite()].std() + 1e-6)
     return centred.masked_fill(equal_scores(grouped)[:, None], 0.0).view(-1)
@@ -780,6 +886,7 @@ def policy_metrics(total: dict[str, float], scores: Tensor, kl_coef: float) -> d
         "policy/clipfrac_avg": total["clipped"] / tokens,
         "policy/entropy_avg": total["entropy"] / tokens,
         "rollout/correction_mean": total["weights"] / tokens,
+        **({"rollout/left_out": total["left_out"] / tokens} if "left_out" in total else {}),
     }
 
 
@@ -799,9 +906,12 @@ def main(args: Args) -> None:
     estimate_kl = functools.partial(kl_estimate, estimator=args.kl_estimator)
     # `sampler.correction`: --rollout_correction, or its default for the engine.
     pi_old = old_policy(args, sampler.correction, updates_per_step)
+    if "dppo" in args.loss:
+        pi_old = "sampler"  # the trust region is around the policy that sampled
     needs_start_logprobs = pi_old == "start" or kl_in == "reward"
     rollouts = parts.start(collect, total_steps, {"": optimizer})  # by model; "": the policy
     adaptive_kl = AdaptiveKL(args, run.state)
+    adaptive_entropy = utils.AdaptiveEntropy(args, run.state)
 
     for step in run.steps():
         # ---- 1. rollout ----
@@ -813,6 +923,7 @@ def main(args: Args) -> None:
         scores = batch.scores  # (N,)
         trainable = scores.isfinite().nonzero()[:, 0].tolist()  # the responses with a score
         kl_coef = adaptive_kl.coef
+        entropy_coef = adaptive_entropy.coef
 
         # ---- 2. log-probs: of the reference, and of the policy at the start of the step ----
         run.phase("logprobs")
@@ -832,6 +943,11 @@ def main(args: Args) -> None:
         if kl_in == "reward":
             kl = estimate_kl(batch.tokens["start_logprobs"], batch.tokens["ref_logprobs"])
             outcomes = outcomes - kl_coef * masked_sum(kl, mask, 1)
+        if args.advantage_scale == "maxrl" and (scores < 0).any():
+            sample = batch.samples[scores.nan_to_num().argmin()]
+            raise utils.UserError(
+                f"--advantage_scale maxrl: a score is negative, of a response to {sample.row['prompt']!r}"
+            )
         advantages = group_advantages(outcomes, args.group_size, settings.advantage_scale)  # (N,)
         # `group_advantages` gives 0 where the KL is not finite, as for a missing score. A NaN there
         # makes `Optimizer.step` skip the update.
@@ -861,7 +977,10 @@ def main(args: Args) -> None:
                 by_sampler = micro["rollout_logprobs"]
                 old_logprobs = by_sampler if pi_old == "sampler" else start_logprobs
                 weights = correction_weights(
-                    old_logprobs, by_sampler, m, sampler.correction, args.rollout_correction_cap
+                    old_logprobs, by_sampler, m, sampler.correction, sampler.correction_cap
+                )
+                counts = off_policy_mask(
+                    logprobs, by_sampler, micro["advantages"], m, args.off_policy_delta
                 )
                 token_losses, clipped = policy_loss(
                     logprobs,
@@ -873,9 +992,9 @@ def main(args: Args) -> None:
                     settings.clip_high,
                     args.dual_clip,
                 )
-                loss = policy_term = reduce_loss(token_losses * weights, m)
-                if args.entropy_coef:
-                    loss = loss - args.entropy_coef * reduce_loss(out["entropies"], m)
+                loss = policy_term = reduce_loss(token_losses * weights * counts, m)
+                if entropy_coef:
+                    loss = loss - entropy_coef * reduce_loss(out["entropies"], m)
                 if kl_in == "loss":
                     kl_losses = estimate_kl(logprobs, micro["ref_logprobs"])
                     if args.kl_weighting == "ratio":
@@ -886,6 +1005,8 @@ def main(args: Args) -> None:
                 sums.add(policy_loss=policy_term / len(updates), loss=loss / len(updates))
                 sums.add(m, tokens=m, entropy=out["entropies"], clipped=clipped, weights=weights)
                 sums.add(m, approxkl=(logprobs - old_logprobs).square() / 2)
+                if args.rollout_correction or args.off_policy_delta:
+                    sums.add(m, left_out=weights * counts == 0)
                 if epoch == 0:  # logged once per response: surprisal, KL, trainer - sampler
                     # Whether this step had already updated the weights that gave `start_logprobs`.
                     updated = number > 0 and not needs_start_logprobs
@@ -899,10 +1020,11 @@ def main(args: Args) -> None:
             sync_reference(reference, policy)
         total = sums.totals()
 
-        # ---- 6. metrics, and the KL controller ----
+        # ---- 6. metrics, and the controllers ----
         metrics = {
             "epoch": experience.state["position"] / len(parts.prompts),
             "objective/kl_coef": kl_coef,
+            **adaptive_entropy.metrics(),
             **policy_metrics(total, experience.sampled.scores, kl_coef),
             **batch_metrics(experience.sampled, sampler.reward_sources),
             **mismatch_metrics(total, step, batch),
@@ -910,6 +1032,7 @@ def main(args: Args) -> None:
             **optimizer.metrics(),
             **sampler.metrics(),
         }
+        adaptive_entropy.update(metrics["policy/entropy_avg"])
         # --kl_target is a mean over tokens; objective/kl is a sum over them.
         adaptive_kl.update(total["mean_kl"] / total["responses"], len(trainable))
         samples = sample_rows(batch, args.log_samples)

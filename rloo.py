@@ -142,6 +142,10 @@ class Args(
     1 (verl: 3.0); 0 for no bound."""
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus."""
+    entropy_target: NonNegativeFloat = 0.0
+    """Mean entropy per token to which the weight of the bonus is steered, from --entropy_coef on:
+    after each step by 0.005, within 0 and 1; a step after one above the target has no bonus
+    (Skywork-OR1, arXiv:2505.22312). 0 keeps the weight fixed."""
 
     kl_coef: NonNegativeFloat = 0.001
     """Weight beta of the KL to the reference; 0 loads no reference model."""
@@ -157,14 +161,21 @@ class Args(
     ref_refresh_every: NonNegativeInt = 0
     """Steps between refreshes of the reference from the policy (TR-DPO, arXiv:2404.09656); 0 for
     never."""
-    rollout_correction: Literal["none", "truncate", "mask", "sequence_mask"] | None = None
+    rollout_correction: Literal["none", "truncate", "mask", "sequence_mask", "geometric"] | None = (
+        None
+    )
     """Multiply the policy loss by rho = pi_start / pi_sampler, probability of a token at the
     start of the step divided by that when it was sampled.
     truncate: rho of a token, at most --rollout_correction_cap; mask: rho of a token, 0 outside of
-    [1 / cap, cap]; sequence_mask: rho of the whole response, 0 above cap. Default: truncate where
-    vLLM samples without --async_steps, else none."""
-    rollout_correction_cap: Factor = 2.0
-    """Largest rho of --rollout_correction; 2 for tokens, 3 for sequences are usual."""
+    [1 / cap, cap]; sequence_mask: rho of the whole response, 0 above cap; geometric: 1, or 0 for a
+    response whose geometric mean of rho is outside of [1 / cap, cap]. Default: truncate where vLLM
+    samples without --async_steps, else none."""
+    rollout_correction_cap: Factor | None = None
+    """Largest rho of --rollout_correction; 2 for tokens, 3 for sequences are usual, and 1.001 to 1.1
+    for a geometric mean. Default: 2, or 1.1 for geometric."""
+    off_policy_delta: NonNegativeFloat = 0.0
+    """Leave a response with a negative advantage out of the policy loss once the mean of log(pi of
+    the sampler / pi) over its tokens is above this; 0.5 is usual, 0 for never (DeepSeek-V3.2)."""
 
     non_stop_penalty: bool = True
     """Penalise a response without a stop token by --penalty_reward_value."""
@@ -173,6 +184,9 @@ class Args(
     overlong_buffer: NonNegativeInt = 0
     """Soft overlong penalty: over this many last tokens before --max_response_length the score
     falls linearly by up to 1 (DAPO, arXiv:2503.14476, eq. 13); 0 for none."""
+    length_penalty: NonNegativeFloat = 0.0
+    """Subtract from each score this times the mean score of its group times its length / that of
+    the longest of the group, in tokens of the model; 0 for none."""
     mask_truncated: bool = False
     """Leave responses without a stop token out of the loss and of their group's baseline; they get
     no penalty."""
@@ -204,6 +218,10 @@ class Args(
             self.filter_groups != "refill" or self.async_steps < 2,
             "--filter_groups refill requires --async_steps 0 or 1: at which prompt the "
             "next step begins is known only once a step has sampled",
+        )
+        yield (
+            not self.length_penalty or (self.group_size >= 2 and self.advantage != "remax"),
+            "--length_penalty requires a --group_size of 2 or more and another --advantage than remax",
         )
         yield (
             not self.turn_rewards or ("episode" in self.reward and self.advantage == "reinforce++"),
@@ -401,22 +419,43 @@ def correction_weights(
         old_logprobs, rollout_logprobs: (N, T), by the policy at the start of the step and by the
             sampler.
         kind: "truncate": min(rho, cap) (TIS); "mask": rho, 0 outside of [1 / cap, cap] (IcePop);
-            "sequence_mask": rho of the whole response, 0 above cap; "none": 1.
+            "sequence_mask": rho of the whole response, 0 above cap; "geometric": 1, or 0 for a
+            response whose geometric mean of rho is outside of [1 / cap, cap]; "none": 1.
     Returns:
         (N, T), without gradient.
     """
     log_ratio = torch.where(mask, old_logprobs.detach() - rollout_logprobs, 0.0)
     if kind == "sequence_mask":
         log_ratio = log_ratio.sum(1, keepdim=True).expand_as(log_ratio)
+    elif kind == "geometric":
+        log_ratio = masked_mean(log_ratio, mask, 1)[:, None].expand_as(log_ratio)
     rho = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     if kind == "none":
         return torch.ones_like(rho)
     if kind == "truncate":
         return rho.clamp(max=cap)
     dropped = rho > cap
-    if kind == "mask":
+    if kind in ("mask", "geometric"):
         dropped = dropped | (rho < 1 / cap)
+    if kind == "geometric":
+        rho = torch.ones_like(rho)
     return rho.masked_fill(dropped, 0.0)
+
+
+def off_policy_mask(
+    logprobs: Tensor, rollout_logprobs: Tensor, advantages: Tensor, mask: Tensor, delta: float
+) -> Tensor:
+    """Return which tokens count in the policy loss: all but those with a negative advantage in
+    responses that the policy has become unlikely to give (DeepSeek-V3.2, arXiv:2512.02556, eq. 9).
+
+    Args:
+        logprobs, rollout_logprobs, advantages: (N, T). mask: (N, T) bool.
+        delta: largest mean over a response's tokens of rollout_logprobs - logprobs; 0 for any.
+    Returns:
+        (N, T) bool.
+    """
+    drift = masked_mean(rollout_logprobs - logprobs.detach(), mask, 1)[:, None]
+    return (advantages >= 0) | (drift <= (delta or math.inf))
 
 
 def aggregate(
@@ -673,6 +712,22 @@ def final_scores(scores: Tensor, lengths: Tensor, stopped: Tensor, args: Args) -
     return torch.where(stopped, scores, math.nan) if args.mask_truncated else scores
 
 
+def length_penalties(scores: Tensor, lengths: Tensor, group_size: int, weight: float) -> Tensor:
+    """Return what --length_penalty subtracts: weight * mean of the group's scores * length / that
+    of the longest response of the group (after prime-rl).
+
+    A response without a score counts for neither, and a mean below 0 is 0: it would reward length.
+
+    Args:
+        scores: (N,), as `final_scores` gives them. lengths: (N,), in tokens of the model.
+    """
+    grouped, lengths = scores.view(-1, group_size), lengths.view(-1, group_size)
+    scored = grouped.isfinite()
+    longest = lengths.where(scored, 1).amax(1, keepdim=True)
+    mean = masked_mean(grouped, scored, 1)[:, None].clamp(min=0)
+    return (weight * mean * lengths / longest).view(-1)
+
+
 def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) -> Experience:
     """Sample and score the prompts of a step, and with --filter_groups refill further prompts, until
     enough groups have two different scores.
@@ -688,7 +743,7 @@ def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) ->
     count = args.rollout_batch_size  # prompts to sample
     samples: list[Sample] = []
     for refill in range(1 + MAX_REFILLS):
-        rows = take_prompts(prompts, position, count, args.seed)
+        rows = take_prompts(prompts, position, count, args.seed, args.shuffle)
         # The first key is that of a run without refills, which then samples the same responses.
         key = ("rollout", args.seed, step, refill) if refill else ("rollout", args.seed, step)
         latest = sampler.rollout(rows, args.group_size, key)
@@ -697,6 +752,13 @@ def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) ->
         batch = Batch.from_samples(samples, latest.stopped.device)
         sums = weighted_sum(batch.reward_components, args)
         batch.scores = final_scores(sums, batch.response_lengths, batch.stopped, args)
+        if args.length_penalty:
+            lengths = batch.response_mask.sum(1)
+            penalties = length_penalties(
+                batch.scores, lengths, args.group_size, args.length_penalty
+            )
+            batch.scores = batch.scores - penalties
+            batch.reward_components["length_penalty"] = -penalties  # for the log
         has_signal = ~equal_scores(batch.scores.view(-1, args.group_size))  # (prompts,)
         count = prompts_to_add(has_signal, latest, sampler)  # above 0 only for a refill
         if not count:
@@ -801,6 +863,7 @@ def policy_metrics(total: dict[str, float], scores: Tensor, kl_coef: float) -> d
         "policy/clipfrac_avg": total["clipped"] / tokens,
         "policy/entropy_avg": total["entropy"] / tokens,
         "rollout/correction_mean": total["weights"] / tokens,
+        **({"rollout/left_out": total["left_out"] / tokens} if "left_out" in total else {}),
     }
 
 
@@ -823,6 +886,7 @@ def main(args: Args) -> None:
     needs_start_logprobs = pi_old == "start" or kl_in == "reward"
     rollouts = parts.start(collect, total_steps, {"": optimizer})  # by model; "": the policy
     adaptive_kl = AdaptiveKL(args, run.state)
+    adaptive_entropy = utils.AdaptiveEntropy(args, run.state)
 
     for step in run.steps():
         # ---- 1. rollout ----
@@ -834,6 +898,7 @@ def main(args: Args) -> None:
         scores = batch.scores  # (N,)
         trainable = scores.isfinite().nonzero()[:, 0].tolist()  # the responses with a score
         kl_coef = adaptive_kl.coef
+        entropy_coef = adaptive_entropy.coef
 
         # ---- 2. log-probs: of the reference, and of the policy at the start of the step ----
         run.phase("logprobs")
@@ -885,7 +950,10 @@ def main(args: Args) -> None:
                 by_sampler = micro["rollout_logprobs"]
                 old_logprobs = by_sampler if pi_old == "sampler" else start_logprobs
                 weights = correction_weights(
-                    old_logprobs, by_sampler, m, sampler.correction, args.rollout_correction_cap
+                    old_logprobs, by_sampler, m, sampler.correction, sampler.correction_cap
+                )
+                counts = off_policy_mask(
+                    logprobs, by_sampler, micro["advantages"], m, args.off_policy_delta
                 )
                 log_ratio = logprobs - old_logprobs
                 if args.ratio == "sequence":
@@ -897,9 +965,9 @@ def main(args: Args) -> None:
                     args.clip_high,
                     args.dual_clip,
                 )
-                loss = policy_term = reduce_loss(token_losses * weights, m)
-                if args.entropy_coef:
-                    loss = loss - args.entropy_coef * reduce_loss(out["entropies"], m)
+                loss = policy_term = reduce_loss(token_losses * weights * counts, m)
+                if entropy_coef:
+                    loss = loss - entropy_coef * reduce_loss(out["entropies"], m)
                 if kl_in == "loss":
                     token_kl = estimate_kl(logprobs, micro["ref_logprobs"])
                     loss = loss + kl_coef * reduce_loss(token_kl, m)
@@ -907,6 +975,8 @@ def main(args: Args) -> None:
                 sums.add(policy_loss=policy_term / len(updates), loss=loss / len(updates))
                 sums.add(m, tokens=m, entropy=out["entropies"], clipped=clipped, weights=weights)
                 sums.add(m, approxkl=(logprobs - old_logprobs).square() / 2)
+                if args.rollout_correction or args.off_policy_delta:
+                    sums.add(m, left_out=weights * counts == 0)
                 if epoch == 0:  # logged once per response: surprisal, KL, trainer - sampler
                     # Whether this step had already updated the weights that gave `start_logprobs`.
                     updated = number > 0 and not needs_start_logprobs
@@ -920,10 +990,11 @@ def main(args: Args) -> None:
             sync_reference(reference, policy)
         total = sums.totals()
 
-        # ---- 6. metrics, and the KL controller ----
+        # ---- 6. metrics, and the controllers ----
         metrics = {
             "epoch": experience.state["position"] / len(parts.prompts),
             "objective/kl_coef": kl_coef,
+            **adaptive_entropy.metrics(),
             **policy_metrics(total, experience.sampled.scores, kl_coef),
             **batch_metrics(experience.sampled, sampler.reward_sources),
             **mismatch_metrics(total, step, batch),
@@ -931,6 +1002,7 @@ def main(args: Args) -> None:
             **optimizer.metrics(),
             **sampler.metrics(),
         }
+        adaptive_entropy.update(metrics["policy/entropy_avg"])
         # --kl_target is a mean over tokens; objective/kl is a sum over them.
         adaptive_kl.update(total["mean_kl"] / total["responses"], len(trainable))
         samples = sample_rows(batch, args.log_samples)

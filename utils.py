@@ -378,6 +378,34 @@ class Optimizer:
             setattr(self, name, state.get(name, getattr(self, name)))
 
 
+class AdaptiveEntropy:
+    """The weight of the entropy bonus, with --entropy_target steered (Skywork-OR1,
+    arXiv:2505.22312; its numbers are TRL's).
+
+    `coef`: of the next step, 0 after a step whose entropy was above the target.
+    """
+
+    def __init__(self, args: Any, state: dict):
+        """`state`: of the run, which keeps both weights for a resume."""
+        self.target = args.entropy_target
+        self.state = state
+        saved = state.get("entropy_coefs") if self.target else None
+        self.steered, self.coef = saved or [args.entropy_coef] * 2
+
+    def update(self, entropy: float) -> None:
+        """Add 0.005 where the step's mean entropy per token is below the target, else subtract it,
+        within 0 and 1. An entropy that is not finite changes nothing.
+        """
+        if self.target and math.isfinite(entropy):
+            change = 0.005 if entropy < self.target else -0.005
+            self.steered = min(max(self.steered + change, 0.0), 1.0)
+            self.coef = self.steered if entropy <= self.target else 0.0
+            self.state["entropy_coefs"] = [self.steered, self.coef]
+
+    def metrics(self) -> dict:
+        return {"policy/entropy_coef": self.coef} if self.target else {}
+
+
 def lr_factor(update: int, total: int, warmup_ratio: float, schedule: str) -> float:
     """Return where the learning rate of an update stands between its floor (0) and its peak (1).
 

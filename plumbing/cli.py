@@ -131,6 +131,8 @@ class RunArgs(OutputArgs):
     keep_best: str = ""
     """Metric of the evaluation, such as eval/accuracy: keep the trained model with the highest
     value, without Adam's state, in checkpoints/best/."""
+    stop_at: FiniteFloat | None = None
+    """End the run once the metric of --keep_best is this or more, after the first step or later."""
     eval_every: NonNegativeInt = 20
     """Steps between evaluations; also before the first step and after the last. 0: never."""
     log_samples: NonNegativeInt = 16
@@ -141,6 +143,7 @@ class RunArgs(OutputArgs):
 
     def rules(self: Any) -> Rules:
         yield not self.keep_best or self.eval_every, "--keep_best requires an --eval_every above 0"
+        yield self.stop_at is None or self.keep_best, "--stop_at requires a --keep_best"
 
 
 @dataclass
@@ -213,6 +216,9 @@ class PromptArgs:
 
 @dataclass
 class DataArgs(PromptArgs):
+    shuffle: bool = True
+    """Shuffle the rows of --dataset anew for each pass; --no-shuffle keeps the order of the file, as for
+    a curriculum (of a list: the order of each data set)."""
     eval_dataset: str = ""
     """Prompts to evaluate on, named as those of --dataset, split test unless @split is given;
     default: those of --dataset, or for a single file nothing but --eval_share. Of a list, each data
@@ -307,6 +313,10 @@ class RolloutArgs(SamplingArgs):
     the step; from 2 on responses under way go on with the new ones."""
     vllm_tensor_parallel: PositiveInt = 1
     """Neighbouring ranks that share one vLLM engine."""
+    eval_temperature: Annotated[float, Field(gt=0, le=2)] | None = None
+    """Temperature of the samples of an evaluation; default: --temperature."""
+    eval_top_p: PositiveFraction | None = None
+    """--top_p of the samples of an evaluation; default: --top_p."""
 
     def rules(self: Any) -> Rules:
         yield (
@@ -435,6 +445,10 @@ class PolicyArgs(OptimizerArgs):
             "--ref_model and --kl_target require a --kl_coef above 0",
         )
         yield (
+            not self.entropy_target or self.entropy_coef,
+            "--entropy_target requires an --entropy_coef above 0 to begin with",
+        )
+        yield (
             not self.kl_target or 5 * self.kl_horizon > self.rollout_batch_size * self.group_size,
             "--kl_horizon must be over a fifth of a step's responses: --kl_coef would fall "
             "to 0 or below",
@@ -446,4 +460,9 @@ class PolicyArgs(OptimizerArgs):
             or (self.kl_in, self.kl_estimator, getattr(self, "kl_weighting", "none"))
             != ("loss", "k1", "none"),
             "--kl_in loss with --kl_estimator k1: its gradient has zero mean; use k2 or k3",
+        )
+        yield (
+            self.rollout_correction != "sequence_mask" or self.async_steps < 2,
+            "--rollout_correction sequence_mask with --async_steps of 2 or more drops long responses "
+            "whole, as its product over tokens grows with the length; use geometric, or dppo of grpo.py",
         )

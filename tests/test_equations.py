@@ -9,6 +9,7 @@ import itertools
 import math
 import statistics
 
+import datasets
 import pytest
 import torch
 from hypothesis import given, settings
@@ -30,7 +31,7 @@ from grpo import (
     policy_loss,
     weighted_sum,
 )
-from plumbing.data.mixture import take_prompts
+from plumbing.data.mixture import mix, take_prompts
 from plumbing.rollout.batch import Batch, Sample
 
 NAN = math.nan
@@ -104,6 +105,15 @@ def advantages_by_hand(scores: list[float], group_size: int, scale: str) -> list
             if not math.isfinite(score) or len(set(scored)) == 1:
                 result.append(0.0)
                 continue
+            if scale == "maxrl":
+                mean = statistics.fmean(scored)
+                result.append((score - mean) / mean if mean > 0 else 0.0)
+                continue
+            if scale == "passk":
+                *_, second, best = sorted(scored)
+                gain = best - second if score == best else 0.0
+                result.append(gain / (statistics.stdev(scored) + 1e-6))
+                continue
             spread = {"group": scored, "batch": all_scored}.get(scale)
             divisor = 1.0 if spread is None else statistics.stdev(spread) + 1e-6
             result.append((score - statistics.fmean(scored)) / divisor)
@@ -120,7 +130,7 @@ GROUPS = [
 ]
 
 
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize("scale", ["group", "batch", "none", "maxrl", "passk"])
 @pytest.mark.parametrize("scores", GROUPS)
 def test_group_advantages_by_loops(scores, scale):
     close(group_advantages(double(*scores), 3, scale), advantages_by_hand(scores, 3, scale))
@@ -129,7 +139,7 @@ def test_group_advantages_by_loops(scores, scale):
     )
 
 
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize("scale", ["group", "batch", "none", "maxrl", "passk"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_equal_scores_have_advantage_exactly_zero(scale, dtype):
     """Also where the float mean of equal numbers is another number."""
@@ -259,6 +269,19 @@ def test_a_kl_that_is_not_finite_leaves_its_coefficient():
     assert adaptive_kl.coef == 0.5
 
 
+def test_adaptive_entropy():
+    """A bonus below the target or at it, none after a step above; it goes on from the run's state."""
+    state = {}
+    args = grpo.Args(entropy_coef=0.007, entropy_target=0.2)
+    controller = utils.AdaptiveEntropy(args, state)
+    coefs = [controller.coef]
+    for entropy in (0.1, 0.2, NAN, 0.3, 0.25, 0.3, 0.19):
+        controller.update(entropy)
+        coefs.append(utils.AdaptiveEntropy(args, state).coef)
+    assert coefs == pytest.approx([0.007, 0.012, 0.007, 0.007, 0, 0, 0, 0.005])
+    assert utils.AdaptiveEntropy(grpo.Args(entropy_coef=0.007), state).coef == 0.007
+
+
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 def test_entropy_with_masked_tokens(dtype, tolerance):
     """Logits of -inf: as torch.distributions has it, also with a loss that fp16 scales; NaN stays
@@ -353,6 +376,31 @@ def test_token_losses_by_loops(kind, low, high, dual_clip):
         assert clipped.any() == (kind in ("ppo", "cispo"))
 
 
+@pytest.mark.parametrize("kind, low, high", [("dppo", 0.15, 0.2), ("dppo_kl", 0.04, 0.05)])
+def test_dppo_by_loops(kind, low, high):
+    """A rare token may get 30 times as likely; a frequent one may not get twice as likely."""
+    probabilities = [1e-7, 3e-6, 0.01, 0.2, 0.34, 0.41, 0.6, 0.999]
+    cases = list(itertools.product(probabilities, probabilities, ADVANTAGES))
+    expected = []
+    for q, p, A in cases:
+        kl = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
+        change = abs(p - q) if kind == "dppo" else kl
+        left_out = change > high and p > q if A > 0 else change > low and p < q
+        weight = 0.0 if left_out else min(p / q, 20.0)
+        expected.append((-weight * A * math.log(p), -weight * A, left_out))
+    q, p, A = double(*cases).T
+    logprobs = p.log().requires_grad_()
+    losses, left_out = policy_loss(logprobs, q.log(), A, A > 0, kind, low, high)
+    (gradient,) = torch.autograd.grad(losses.sum(), logprobs)
+    loss, slope, flags = zip(*expected)
+    close(losses.detach(), loss)
+    close(gradient, slope)
+    assert left_out.tolist() == list(flags)
+    certain = torch.tensor([-1e-9])  # whose probability is 1 in float32
+    _, left_out = policy_loss(certain, torch.tensor([-1e-3]), A[-1:], A > 0, kind, low, high)
+    assert not left_out
+
+
 def test_gspo_ratio_is_one_number_a_sequence():
     """In float32 too: its clip range is 3e-4, and (s + logp) - logp would round s differently for
     each token.
@@ -375,6 +423,27 @@ def test_gspo_ratio_is_one_number_a_sequence():
     ]
 
 
+def test_weights_of_responses_by_loops():
+    """The geometric mean of the ratios, and the mask of responses that were pushed down far."""
+    torch.manual_seed(4)
+    mask = mask_of([5, 2, 4, 1, 3, 5], 5)
+    mask[0, 2] = False  # an observation
+    sampled = -torch.rand(6, 5, dtype=torch.float64).masked_fill(~mask, NAN)
+    now = sampled + 0.3 * torch.randn(6, 5, dtype=torch.float64)
+    A = double([1.0], [-1.0], [-0.5], [-2.0], [0.0], [-1.0]).expand(6, 5)
+    kept, counting = [], []
+    for a, m, *pairs in zip(A[:, 0].tolist(), mask.tolist(), now.tolist(), sampled.tolist()):
+        drift = statistics.fmean(x - y for x, y, of_model in zip(*pairs, m) if of_model)
+        kept.append(1 / 1.1 <= math.exp(drift) <= 1.1)
+        counting.append(a >= 0 or -drift <= 0.05)
+    assert len({*kept}) == len({*counting}) == 2
+    weights = grpo.correction_weights(now, sampled, mask, "geometric", 1.1)
+    assert weights.tolist() == [[float(x)] * 5 for x in kept]
+    counts = grpo.off_policy_mask(now, sampled, A, mask, 0.05)
+    assert counts.tolist() == [[x] * 5 for x in counting]
+    assert grpo.off_policy_mask(now, sampled, A, mask, 0.0).all()
+
+
 def test_variants_are_those_of_their_papers():
     assert VARIANTS == {
         "grpo": ("ppo", "sequence", "group", 0.2, 0.2),
@@ -385,6 +454,8 @@ def test_variants_are_those_of_their_papers():
         "cispo": ("cispo", "token", "group", 1.0, 4.0),
         "sapo": ("sapo", "sequence", "group", 0.0, 0.0),
         "reinforce": ("reinforce", "token", "group", 0.0, 0.0),
+        "dppo": ("dppo", "token", "group", 0.2, 0.2),
+        "dppo_kl": ("dppo_kl", "token", "group", 0.05, 0.05),
     }
 
 
@@ -441,6 +512,19 @@ def test_final_scores(script):
         close(script.final_scores(scores, lengths, stopped, *so_far, args), expected, 1e-8)
 
 
+@pytest.mark.parametrize("script", [grpo, rloo])
+def test_length_penalties_by_loops(script):
+    scores = [1.0, 0.0, 1.0, 0.5, NAN, 1.0, -1.0, -3.0, 0.0, NAN, NAN, NAN]
+    lengths = [4, 8, 2, 5, 90, 3, 7, 7, 1, 2, 3, 4]
+    expected = []
+    for start in range(0, 12, 3):
+        group = [(s, n) for s, n in zip(scores, lengths)][start : start + 3]
+        scored = [(s, n) for s, n in group if not math.isnan(s)] or [(0.0, 1)]
+        mean = max(0.0, statistics.fmean(s for s, _ in scored))
+        expected += [0.25 * mean * n / max(n for _, n in scored) for _, n in group]
+    close(script.length_penalties(double(*scores), torch.tensor(lengths), 3, 0.25), expected)
+
+
 # ---- schedule, cuts, order of the prompts --------------------------------------------------------
 
 
@@ -479,7 +563,7 @@ def test_weight_decay_is_for_matrices():
     optimizer = utils.Optimizer(
         layer, grpo.Args(weight_decay=0.5, learning_rate=0.1, warmup_ratio=0.0), 1
     )
-    (0 * (layer.weight.sum() + layer.bias.sum())).backward()
+    (1e-18 * (layer.weight.sum() + layer.bias.sum())).backward()
     optimizer.step()
     torch.testing.assert_close(layer.weight.detach(), 0.95 * weight)
     assert torch.equal(layer.bias, bias)
@@ -568,6 +652,16 @@ def test_take_prompts_goes_through_all_in_each_pass(count):
     )
     assert stream[: passes * size] == [take(i, 1, 1)[0] for i in range(passes * size)]
     assert stream[:size] != take(0, size, 2)
+
+
+def test_prompts_in_the_order_of_the_file():
+    rows = [{"i": i} for i in range(7)]
+    taken = take_prompts(rows, 5, 11, 1, shuffle=False)
+    assert [row["i"] for row in taken] == [(5 + i) % 7 for i in range(11)]
+    parts = [(datasets.Dataset.from_list(rows[:3]), 0.5), (datasets.Dataset.from_list(rows[3:]), 1)]
+    mixed = mix(parts, 1, shuffle=False)["i"]
+    passes = [i for i in mixed if i < 3], [i for i in mixed if i >= 3]
+    assert passes[0] == [0, 1, 2][: len(passes[0])] and passes[1][:4] == [3, 4, 5, 6]
 
 
 def test_generator_depends_on_its_key_alone():

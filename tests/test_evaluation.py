@@ -1,14 +1,16 @@
 """What a mean says where scores are missing, and what a run warns of."""
 
+import dataclasses
 import math
 from types import SimpleNamespace
 
+import helpers
 import pytest
 import torch
 
 import grpo
 import utils
-from plumbing.rollout.batch import Batch, Sample
+from plumbing.rollout.batch import Batch, Sample, Sampler
 from plumbing.run import evaluation
 from plumbing.run.metrics import add_rollout, batch_metrics, mismatch_metrics
 
@@ -59,6 +61,28 @@ def test_all_scores_are_there():
     }
     assert {key: metrics[key] for key in expected} == pytest.approx(expected)
     assert metrics["eval/missing_scores"] == 0 and "eval/accuracy/a" not in metrics
+
+
+def test_an_evaluation_has_its_own_sampling(tmp_path):
+    """A low temperature and a small nucleus are both greedy; training stays as it is."""
+    values = {**helpers.workspace(tmp_path), "eval_every": 1, "total_episodes": 8}
+    evaluations, lengths = [], set()
+    for flags in ({}, {"eval_temperature": 1e-7}, {"eval_top_p": 1e-9}):
+        values["run_name"] = " ".join(["run", *flags])
+        helpers.run_here(values | flags)
+        row = helpers.metrics_of(values)[-1]
+        evaluations.append({name: row[name] for name in row if name.startswith("eval/")})
+        lengths.add(row["val/sequence_lengths"])
+    assert evaluations[0] != evaluations[1] == evaluations[2] and len(lengths) == 1
+
+
+def test_conversations_of_an_evaluation_have_its_flags():
+    args = grpo.Args()
+    fields = {field.name: None for field in dataclasses.fields(Sampler)}
+    sampler = Sampler(**{**fields, "args": args, "conversations": SimpleNamespace(args=args)})
+    other = sampler.with_args(top_p=0.5)
+    assert other.args.top_p == other.conversations.args.top_p == 0.5
+    assert sampler.args.top_p == sampler.conversations.args.top_p == 1.0
 
 
 def test_pass_at_n_is_not_rounded_to_float32():

@@ -87,6 +87,19 @@ print("files:", sum(module.__file__ is not None for module in ours))
     assert len(scores) == 2 and scores == [row["objective/scores"] for row in second[1:]]
 
 
+def test_a_run_stops_at_its_goal(base, tmp_path, capsys):
+    """And does not go on when it is resumed."""
+    goal = {"keep_best": "eval/sequence_lengths", "stop_at": 1.0, "resume": True}
+    values = variant(base, tmp_path, **goal, shuffle=False)
+    for _ in range(2):
+        run_here(values)
+        assert metrics_of(values)[-1]["step"] == values["eval_every"]
+        assert "--stop_at 1.0: reached after step" in capsys.readouterr().out
+    assert (folder_of(values) / "final").is_dir()
+    prompts = [row["prompt"] for row in read_lines(folder_of(values) / "samples.jsonl")]
+    assert list(dict.fromkeys(prompts))[:2] == [row["prompt"] for row in helpers.ROWS[:2]]
+
+
 def test_what_a_run_leaves(base, tmp_path):
     """The command as a user types it, from another folder, and every file that the design
     promises.

@@ -111,6 +111,13 @@ def test_drop_leaves_out_the_groups_that_teach_nothing(collected):
     assert groups_of(collected(table, advantage_scale="gdpo", **two)[0]) == expected
 
 
+def test_a_length_penalty_makes_equal_scores_differ(collected):
+    """Response n has n + 1 tokens."""
+    got, *_ = collected([[2.0, 2.0]], filter_groups="drop", length_penalty=0.5)
+    assert got.batch.scores.tolist() == [1.5, 1.0] * 4
+    assert got.sampled.reward_components["length_penalty"].tolist() == [-0.5, -1.0] * 4
+
+
 @pytest.mark.parametrize("differing", [(0,), (1, 2, 4)])
 def test_refill_samples_other_prompts_until_the_step_is_full(collected, differing):
     """As many as it takes if the share of groups with differing scores stays the same, and never
@@ -322,6 +329,31 @@ def test_a_correction_weighs_the_policy_loss_alone(base, tmp_path, script, monke
         assert row["objective/loss"] - row["loss/policy_avg"] == pytest.approx(
             3 * others[1], rel=1e-6
         )
+
+
+@pytest.mark.parametrize("script", ["grpo", "rloo", "ppo"])
+def test_a_step_of_which_a_mask_leaves_nothing_trains_nothing(base, tmp_path, script, monkeypatch):
+    nothing = lambda logprobs, *_: torch.zeros_like(logprobs, dtype=torch.bool)
+    monkeypatch.setattr(__import__(script), "off_policy_mask", nothing)
+    values = {"off_policy_delta": 0.5, "total_episodes": 16}
+    values |= {"kl_coef": 0.0, "ref_model": ""}
+    values = variant(base, tmp_path, **values)
+    run_here(values, script)
+    (row,) = metrics_of(values)
+    assert row["rollout/left_out"] == 1
+    before, after = (
+        weights_of(folder) for folder in (values["model"], folder_of(values) / "final")
+    )
+    assert all(torch.equal(after[name], weight) for name, weight in before.items())
+
+
+def test_maxrl_refuses_a_negative_score(base, tmp_path, capfd):
+    values = {"penalty_reward_value": -1.0, "non_stop_penalty": True, "max_response_length": 2}
+    values = variant(base, tmp_path, **values, advantage_scale="maxrl")
+    with pytest.raises(SystemExit):
+        run_here(values)
+    said = capfd.readouterr().err
+    assert "--advantage_scale maxrl: a score is negative, of a response to '" in said
 
 
 def test_the_schedule_goes_by_steps(base, tmp_path):

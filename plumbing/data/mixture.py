@@ -9,12 +9,12 @@ import numpy as np
 from utils import UserError, generator
 
 
-def mix(parts: list[tuple], seed: int):
+def mix(parts: list[tuple], seed: int, shuffle: bool = True):
     """Return the rows of a single data set as they are; of several, as many rows as all have, drawn
     by weight.
 
-    Each data set gives its rows in shuffled passes, so that one with a large weight and few rows
-    repeats them.
+    Each data set gives its rows in passes, shuffled or not, so that one with a large weight and few
+    rows repeats them.
     """
     import datasets
 
@@ -27,7 +27,7 @@ def mix(parts: list[tuple], seed: int):
     start = 0
     for i, (part, _) in enumerate(parts):
         of_part = drawn == i
-        order[of_part] = start + stream(len(part), 0, of_part.sum(), (seed, i))
+        order[of_part] = start + stream(len(part), 0, of_part.sum(), (seed, i), shuffle)
         start += len(part)
     return rows.select(order)
 
@@ -47,17 +47,17 @@ def first_prompts(parts: list[tuple], count: int):
     )
 
 
-def take_prompts(rows: Any, position: int, count: int, seed: Any):
+def take_prompts(rows: Any, position: int, count: int, seed: Any, shuffle: bool = True):
     """Return the prompts `position ... position + count - 1` of an endless stream of passes, each
-    shuffled anew.
+    shuffled anew or all in the order of the rows.
     """
-    return [rows[i] for i in stream(len(rows), position, count, seed)]
+    return [rows[i] for i in stream(len(rows), position, count, seed, shuffle)]
 
 
-def stream(size: int, position: int, count: int, seed: Any):
+def stream(size: int, position: int, count: int, seed: Any, shuffle: bool = True):
     """Return the places of the rows that `take_prompts` takes of `size` rows (count,)."""
     orders = [
-        pass_order(seed, number, size)
+        pass_order(seed, number, size) if shuffle else np.arange(size)
         for number in range(position // size, (position + count) // size + 1)
     ]
     return np.concatenate(orders)[position % size :][:count]

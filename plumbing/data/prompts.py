@@ -50,7 +50,7 @@ def load_train_and_eval(
     """
     given = tokenizer, args, why_unscorable, conversations
     parts = load_prompts("--dataset", args.dataset, "train", *given, learn, stop_ids, False)
-    train = mix(parts, args.seed)
+    train = mix(parts, args.seed, args.shuffle)
     where = f"--dataset {args.dataset}"
     dataset, _ = split_of(args.dataset)
     parts = []

@@ -7,9 +7,10 @@ add an entry.
 """
 
 import contextlib
+import copy
 import functools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Callable, Iterator, Mapping, Sequence
 
@@ -103,6 +104,20 @@ class Sampler:
         """
         default = "none" if self.engine is None or self.args.async_steps else "truncate"
         return self.args.rollout_correction or default
+
+    @property
+    def correction_cap(self) -> float:
+        """--rollout_correction_cap. By default it is 2, which a geometric mean would hardly reach."""
+        default = 1.1 if self.correction == "geometric" else 2.0
+        return self.args.rollout_correction_cap or default
+
+    def with_args(self, **changes: Any) -> "Sampler":
+        """Return a sampler that differs in some flags."""
+        args = replace(self.args, **changes)
+        conversations = copy.copy(self.conversations)
+        if conversations:
+            conversations.args = args
+        return replace(self, args=args, conversations=conversations)
 
     def metrics(self) -> dict[str, float]:
         """Return what the engine logs of a step, and the seconds that it waited for scores once all

@@ -21,6 +21,11 @@ def evaluate(sampler: Sampler, rows: list[Row]) -> tuple[dict[str, float], list[
     """
     reward_sources = sampler.reward_sources
     args = sampler.args
+    if args.eval_temperature or args.eval_top_p:
+        sampler = sampler.with_args(
+            temperature=args.eval_temperature or args.temperature,
+            top_p=args.eval_top_p or args.top_p,
+        )
     key = ("evaluation", args.seed)
     greedy = sampler.rollout(rows, 0, key)
     sampled = sampler.rollout(rows, args.eval_samples, key)

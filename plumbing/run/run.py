@@ -149,21 +149,29 @@ class Run:
         while True:
             step = self.state["step"]
             every = self.args.save_every
-            last = step >= self.total_steps
             # A checkpoint can be saved until an optimizer changes weights. It holds these counters.
             counters = {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
             self.state.update(whole=True, optimizers=counters)
             if not self.state["evaluated"]:
                 self._evaluate(step)
-                if step and every and (last or step % every == 0):
+                if step and every and (self.ended or step % every == 0):
                     self.save()
             self._log_row(step)
             if self.interrupt.agreed():
                 self.save_and_exit()
-            if last:
+            if self.ended:
+                if step < self.total_steps:
+                    utils.say(f"--stop_at {self.args.stop_at}: reached after step {step}")
                 break
             self.clock.start()
             yield step + 1
+
+    @property
+    def ended(self) -> bool:
+        """Whether no step is left, by --total_episodes or by --stop_at."""
+        highest = self.state.get(self.args.keep_best, -math.inf)
+        goal = math.inf if self.args.stop_at is None else self.args.stop_at
+        return self.state["step"] >= self.total_steps or highest >= goal
 
     def finish(self) -> None:
         """Save the trained model in final/, and end the run."""

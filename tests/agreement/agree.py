@@ -223,6 +223,7 @@ def advantages(x: dict[str, Tensor], G: int) -> dict[str, Tensor]:
             quantities[f"advantages: {scale}, as trl has it"] = (
                 quantities[f"advantages: {scale}"] * other_eps
             )
+    quantities["advantages: passk"] = grpo.group_advantages(x["scores"], G, "passk")
     quantities["advantages: none, scores missing"] = grpo.group_advantages(
         x["scores_missing"], G, "none"
     )
@@ -287,6 +288,10 @@ def kl_and_values(x: dict[str, Tensor]) -> dict[str, Tensor]:
     for kind, cap in (("truncate", 2.0), ("mask", 1.5), ("sequence_mask", 3.0)):
         weights = grpo.correction_weights(x["old_logprobs"], x["rollout_logprobs"], mask, kind, cap)
         quantities[f"rollout correction: {kind}"] = weights * mask
+    # verl leaves the tokens out of the mask, by which it divides.
+    quantities["mask of rollout correction: geometric"] = mask * grpo.correction_weights(
+        x["old_logprobs"], x["rollout_logprobs"], mask, "geometric", 1.1
+    )
     quantities["entropies of logits"] = grpo.entropy_from_logprobs(
         (x["logits"] / TEMPERATURE).log_softmax(-1)
     )
@@ -365,15 +370,19 @@ def loss_of_logprobs(step: str, folder: str, x: dict[str, Tensor], G: int) -> di
         advantages = grpo.group_advantages(x["scores"], G, args.advantage_scale)[:, None].expand_as(
             leaf
         )
+        old = x["rollout_logprobs" if "dppo" in args.loss else "old_logprobs"]
         losses, _ = grpo.policy_loss(
-            leaf, x["old_logprobs"], advantages, mask, variant.token_loss, low, high, args.dual_clip
+            leaf, old, advantages, mask, variant.token_loss, low, high, args.dual_clip
         )
     weights = grpo.correction_weights(
         x["old_logprobs"],
         x["rollout_logprobs"],
         mask,
         args.rollout_correction or "none",
-        args.rollout_correction_cap,
+        args.rollout_correction_cap or 2.0,
+    )
+    weights = weights * grpo.off_policy_mask(
+        leaf, x["rollout_logprobs"], advantages, mask, args.off_policy_delta
     )
 
     def reduce_loss(losses: Tensor) -> Tensor:

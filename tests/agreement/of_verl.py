@@ -19,7 +19,10 @@ from safetensors.torch import load_file, save_file
 from tensordict import TensorDict
 from verl.trainer.config import AlgoConfig
 from verl.trainer.ppo import core_algos
-from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
+from verl.trainer.ppo.rollout_corr_helper import (
+    compute_rollout_correction_weights,
+    compute_rollout_rejection_mask,
+)
 from verl.utils import torch_functional
 from verl.utils.tensordict_utils import assign_non_tensor
 from verl.workers.config import ActorConfig, CriticConfig
@@ -75,6 +78,10 @@ def advantages() -> dict[str, torch.Tensor]:
     for name in ("group", "none", "RLOO"):
         # each response has a first token
         quantities[f"advantages: {name}"] = quantities[f"advantages: {name}"][:, 0]
+    passk, _ = core_algos.compute_grpo_passk_outcome_advantage(
+        SCORES, MASK, PROMPTS, config=AlgoConfig(norm_adv_by_std_in_grpo=True)
+    )
+    quantities["advantages: passk"] = passk[:, 0]
     quantities |= {f"{name}, conversations": x for name, x in outcome_advantages(TURNS).items()}
     whitened, returns = core_algos.compute_gae_advantage_return(
         X["rewards"], X["old_values"], TURNS, 0.97, 0.9
@@ -115,6 +122,9 @@ def kl_and_values() -> dict[str, torch.Tensor]:
         quantities[f"rollout correction: {kind}"] = compute_rollout_correction_weights(
             log_ratio, MASK, level, cap
         )[0]
+    quantities["mask of rollout correction: geometric"] = compute_rollout_rejection_mask(
+        log_ratio, MASK, "seq_mean_k1", f"{1 / 1.1}_1.1"
+    )[0].double()
     quantities["entropies of logits"] = torch_functional.entropy_from_logits(
         X["logits"] / TEMPERATURE
     )
@@ -186,6 +196,8 @@ def actor_loss(
     name = fields.pop("adv", "grpo")
     level = fields.pop("rollout_is", None)
     cap = fields.pop("rollout_is_threshold", 0)
+    if fields.pop("bypass_mode", False):  # the ratio is to the policy that sampled
+        old = X["rollout_logprobs"]
     returns = None
     if name == "gae":
         rewards = core_algos.compute_rewards(SCORES, old, reference, BETA) * MASK
