@@ -312,7 +312,7 @@ class Optimizer:
         self.lr = self.floor + factor * (self.peak - self.floor)
         for group in self.adam.param_groups:
             group["lr"] = self.lr
-        if finite:
+        if finite and norm:  # without a gradient Adam's mean of earlier ones would move the weights
             self.adam.step()
         self.adam.zero_grad()
         self.updates += 1
@@ -320,10 +320,10 @@ class Optimizer:
         scale_was_lowered = self.rescale(finite)
         if not scale_was_lowered:  # then the scale was not the reason
             self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
-            if self.skipped_in_a_row:
+            if not finite or not norm:
                 name = f"{self.prefix}update".replace("_", " ")
                 warn(
-                    f"{name} {self.updates}: its loss or gradient is not finite, so it changes no weight"
+                    f"{name} {self.updates}: its gradient has norm {norm}, so it changes no weight"
                 )
         if self.skipped_in_a_row > self.MAX_SKIPPED:
             raise UserError(

@@ -29,7 +29,6 @@ from extras.episodes.conversations import (
 from extras.vllm.sampling import VllmSampling
 from plumbing.event_loop import EventLoop
 from plumbing.models.loading import load_model, precision
-from plumbing.models.speed import Decoding
 from plumbing.rewards.sources import EpisodeSource, RewardSources
 from plumbing.rollout.batch import Sampler, forward_batch
 from plumbing.run.metrics import conversation_metrics
@@ -257,8 +256,7 @@ def sampler_of(model, rewards, conversations, args) -> Sampler:
         args,
         never,
         WORLD,
-        contextlib.nullcontext,
-        Decoding(model, precision("float64", WORLD.device)),
+        precision("float64", WORLD.device),
     )
 
 

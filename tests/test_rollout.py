@@ -28,7 +28,6 @@ import utils
 from grpo import Args, generate
 from plumbing.event_loop import EventLoop
 from plumbing.models.loading import precision
-from plumbing.models.speed import Decoding
 from plumbing.rewards.sources import RewardSources
 from plumbing.rollout import kv_cache
 from plumbing.rollout.batch import Batch, Sampler, invert_distribution
@@ -427,8 +426,7 @@ def setting(load, tokenizer) -> tuple[Sampler, list[dict]]:
         Args(max_response_length=10, temperature=0.8),
         never,
         utils.World(0, 1, CPU),
-        contextlib.nullcontext,
-        Decoding(model, precision("float64", CPU)),
+        precision("float64", CPU),
     )
     return sampler, rows
 

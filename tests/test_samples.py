@@ -332,15 +332,17 @@ def test_a_correction_weighs_the_policy_loss_alone(base, tmp_path, script, monke
 
 
 @pytest.mark.parametrize("script", ["grpo", "rloo", "ppo"])
-def test_a_step_of_which_a_mask_leaves_nothing_trains_nothing(base, tmp_path, script, monkeypatch):
+def test_a_step_of_which_a_mask_leaves_nothing_trains_nothing(
+    base, tmp_path, script, monkeypatch, capfd
+):
     nothing = lambda logprobs, *_: torch.zeros_like(logprobs, dtype=torch.bool)
     monkeypatch.setattr(__import__(script), "off_policy_mask", nothing)
-    values = {"off_policy_delta": 0.5, "total_episodes": 16}
+    values = {"off_policy_delta": 0.5, "weight_decay": 0.5, "total_episodes": 16}
     values |= {"kl_coef": 0.0, "ref_model": ""}
     values = variant(base, tmp_path, **values)
     run_here(values, script)
     (row,) = metrics_of(values)
-    assert row["rollout/left_out"] == 1
+    assert row["rollout/left_out"] == 1 and "its gradient has norm 0.0" in capfd.readouterr().err
     before, after = (
         weights_of(folder) for folder in (values["model"], folder_of(values) / "final")
     )

@@ -88,7 +88,7 @@ def files(tmp_path_factory):
 # Of each run; then what test_run.py, test_cli.py, test_vllm.py, test_vllm_server.py,
 # test_data.py, test_models.py and test_compile.py check.
 LEFT_OUT = set(
-    "run_name output_dir resume total_episodes passes "
+    "run_name output_dir resume total_episodes passes stop_at "
     "track config agent agent_timeout rollout_servers kv_cache_gb async_steps vllm_tensor_parallel "
     "prompt_column answer_column response_column chat_template_kwargs compile".split()
 )
