@@ -559,9 +559,8 @@ class Policy(nn.Module):
         """Return log-probability and entropy of each token of a chunk, from (chunk, H) and
         (chunk,); see `forward`.
         """
-        logprobs = (head_logits(self.model, hidden) / self.temperature).log_softmax(
-            -1
-        )  # (chunk, V)
+        # (chunk, V)
+        logprobs = (head_logits(self.model, hidden) / self.temperature).log_softmax(-1)
         outputs = {"logprobs": logprobs.gather(-1, labels[:, None])[:, 0]}
         if entropy:
             # A gradient would keep several tensors of the size of the logits.
