@@ -17,7 +17,14 @@ from tyro.conf import Positional
 from plumbing.run.log import read_args, read_log, replace_file
 
 # Metrics of which every value is kept, and those of which the median is, without the first step.
-BY_STEP = ("eval/", "objective/scores", "val/sequence_lengths", "train/loss", "train/pair_accuracy")
+BY_STEP = (
+    "eval/",
+    "objective/scores",
+    "val/sequence_lengths",
+    "val/explained_variance",
+    "train/loss",
+    "train/pair_accuracy",
+)
 MEDIANS = ("time/", "perf/")
 
 
@@ -42,13 +49,15 @@ def summary(folder: Path) -> dict:
     }
 
 
-def main(folders: Positional[tuple[Path, ...]], output: Path) -> None:
+def main(folders: Positional[tuple[Path, ...]], output: Path, command: str = "") -> None:
     """
     Args:
         folders: of runs that have ended. output: JSON file to write, {name of a run: its summary}.
+        command: that made the runs, for the file.
     """
     results = json.loads(output.read_text()) if output.exists() else {}
-    results |= {folder.name: summary(folder) for folder in folders}
+    made_by = {"command": command} if command else {}
+    results |= {folder.name: {**made_by, **summary(folder)} for folder in folders}
     replace_file(str(output), json.dumps(results, indent=1) + "\n")
     print(f"{output}: {', '.join(results)}")
 

@@ -189,7 +189,9 @@ def test_shell_scripts_name_what_exists(path):
     text = "\n".join(
         line for line in lines if not others.search(line) or re.search(r"\w+\.py\b.* --", line)
     )
-    assert not unknown_flags(text) and not missing_paths(f"`{text}`")
+    assert not unknown_flags(text)
+    if path.name != "evidence.sh":  # which makes files
+        assert not missing_paths(f"`{text}`")
 
 
 @pytest.mark.parametrize("name", [*SCRIPTS, "utils.py", *PLUMBING, *EXTRAS])

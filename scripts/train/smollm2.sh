@@ -13,6 +13,7 @@ cd "$(dirname "$0")/../.."
 recipe=${1:-grpo}
 [ $# -gt 0 ] && shift
 name=${NAME:-smollm2-$recipe}
+runs=${RUNS:-runs} # the folder of its runs
 model=${SMOLLM2:-$(python scripts/smollm2.py)}
 
 precision=auto
@@ -25,7 +26,7 @@ if ! nvidia-smi >/dev/null 2>&1; then
     fi
 fi
 
-common=(--reward ifeval --system_prompt "" --max_prompt_length 160 --max_response_length 96 --precision "$precision")
+common=(--output_dir "$runs" --reward ifeval --system_prompt "" --max_prompt_length 160 --max_response_length 96 --precision "$precision")
 training=(--micro_batch_tokens 1024 --no-gradient_checkpointing --adam_betas 0.9 0.95 --warmup_ratio 0.05 --save_every 0)
 evaluation=(--eval_dataset assets/smollm2/kinds.json --eval_prompts 96 --eval_samples 2 --eval_every 24 --log_samples 96)
 task=(--model "$model" --dataset instructions "${common[@]}" "${training[@]}" "${evaluation[@]}")
@@ -38,26 +39,29 @@ ppo)
         --learning_rate 1e-5 --critic_learning_rate 2e-5 "$@"
     ;;
 distill)
-    exec python distill.py --run_name "$name" "${task[@]}" --teacher runs/smollm2-grpo/final \
+    exec python distill.py --run_name "$name" "${task[@]}" --teacher "$runs/smollm2-grpo/final" \
         --rollout_batch_size 32 --passes 0.16 --learning_rate 2e-5 "$@"
     ;;
 reward_model)
-    python scripts/evaluate.py --run_name "$name-samples" --model "$model" --dataset instructions@train \
-        --num_prompts 192 --samples 8 "${common[@]}"
-    python scripts/pairs.py "runs/$name-samples/samples.jsonl" "runs/$name-samples/pairs.jsonl"
-    python reward_model.py --run_name "$name-pairs" --model "$model" --dataset "runs/$name-samples/pairs.jsonl" \
-        --chat_template none --max_length 256 --batch_size 32 --passes 3 --learning_rate 2e-5 \
+    # Both are kept, so that `reward_model --resume` goes on.
+    if [ ! -e "$runs/$name-samples/pairs.jsonl" ]; then
+        python scripts/evaluate.py --run_name "$name-samples" --model "$model" --dataset instructions@train \
+            --num_prompts 192 --samples 8 "${common[@]}"
+        python scripts/pairs.py "$runs/$name-samples/samples.jsonl" "$runs/$name-samples/pairs.jsonl"
+    fi
+    python reward_model.py --resume --run_name "$name-pairs" --model "$model" --dataset "$runs/$name-samples/pairs.jsonl" \
+        --output_dir "$runs" --chat_template none --max_length 256 --batch_size 32 --passes 3 --learning_rate 2e-5 \
         --precision "$precision" "${training[@]}"
-    exec python grpo.py --run_name "$name" "${task[@]}" "${groups[@]}" --reward "runs/$name-pairs/final" ifeval \
+    exec python grpo.py --run_name "$name" "${task[@]}" "${groups[@]}" --reward "$runs/$name-pairs/final" ifeval \
         --reward_weights 1 0 --kl_coef 0.05 "$@"
     ;;
 gsm8k)
-    rows=(--dataset "$1/train.jsonl" --eval_dataset "$1/test.jsonl" --reward gsm8k math --system_prompt "" --max_prompt_length 256
+    rows=(--output_dir "$runs" --dataset "$1/train.jsonl" --eval_dataset "$1/test.jsonl" --reward gsm8k math --system_prompt "" --max_prompt_length 256
         --max_response_length 200 --precision "$precision" --eval_prompts 256 --eval_samples 2 --eval_every 100)
     shift
     python distill.py --run_name "$name-supervised" --model "$model" "${rows[@]}" "${training[@]}" --on_policy_share 0 \
         --rollout_batch_size 32 --passes 0.43 --learning_rate 1e-4
-    exec python grpo.py --run_name "$name" --model "runs/$name-supervised/final" "${rows[@]}" "${training[@]}" \
+    exec python grpo.py --run_name "$name" --model "$runs/$name-supervised/final" "${rows[@]}" "${training[@]}" \
         --rollout_batch_size 16 --group_size 8 --total_episodes 12800 --kl_coef 0 --learning_rate 1e-5 "$@"
     ;;
 *)
