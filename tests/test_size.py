@@ -88,9 +88,9 @@ def table() -> dict[str, tuple[int, int]]:
     plumbing = [path for path in ROOT.glob("plumbing/**/*.py") if path.read_text()]
     everything = ("*.py", "plumbing/**/*.py", "extras/**/*.py", "scripts/**/*.py", "assets/**/*.py")
     rows = {
-        "Python outside tests, tokens": (tokens(*everything), 98_100),
+        "Python outside tests, tokens": (tokens(*everything), 98_250),
         "plumbing/, tokens": (tokens("plumbing/**/*.py"), 41_150),
-        "extras/, tokens": (tokens("extras/**/*.py"), 18_600),
+        "extras/, tokens": (tokens("extras/**/*.py"), 18_760),
         "plumbing/, files": (len(plumbing), 40),
         "plumbing/, files outside of its folders": (
             sum(path.parent.name == "plumbing" for path in plumbing),

@@ -81,6 +81,11 @@ def read_tests(answer: Any) -> Outputs | Calls:
             match node:
                 case ast.Name(name) | ast.Attribute(attr=name) | ast.alias(name) if name in REFUSED:
                     raise ValueError(f"asserts with {name}, in another process than the program")
+                case (
+                    ast.FunctionDef(name="input")
+                    | ast.Assign(targets=[ast.Name("input")], value=ast.Lambda())
+                ):
+                    raise ValueError("asserts that define input, which the program would not find")
                 case ast.ClassDef():
                     raise ValueError("asserts with classes, such as unittest's, are not supported")
                 case ast.Compare(ops=[ast.Is()], comparators=[ast.Name(name)]):

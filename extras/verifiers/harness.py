@@ -77,11 +77,26 @@ class Remote:
         """Ask about two objects. The program gets no value that it could agree with."""
         return ask(name, self, other) if isinstance(other, Remote) else NotImplemented
 
+    def compute(self, name: str, other: Any, reflected: bool = False):
+        """Ask for a sum or a product. That of an object and a value has to be an object: as data it
+        would be what the program likes.
+        """
+        result = ask(name, other, self) if reflected else ask(name, self, other)
+        are_objects = isinstance(other, Remote) or isinstance(result, Remote)
+        return result if are_objects else NotImplemented
+
+    def __contains__(self, value: Any) -> bool:
+        # As where there is no such method, unless the asserts name a class; see METHODS.
+        return value in list(self.operate("iter")) if METHODS else self.operate("contains", value)
+
 
 for name in "iter next len bool str repr getitem setitem setattr instancecheck".split():
     setattr(Remote, f"__{name}__", functools.partialmethod(Remote.operate, name))
-for name in "eq ne lt le gt ge add sub mul".split():
+for name in "eq ne lt le gt ge".split():
     setattr(Remote, f"__{name}__", functools.partialmethod(Remote.compare, name))
+for name in "add sub mul truediv floordiv mod pow matmul".split():
+    setattr(Remote, f"__{name}__", functools.partialmethod(Remote.compute, name))
+    setattr(Remote, f"__r{name}__", functools.partialmethod(Remote.compute, name, reflected=True))
 
 
 def encode(value: Any):
