@@ -8,6 +8,7 @@ import shlex
 import subprocess
 
 import numpy as np
+import pytest
 import tyro
 import variants
 from conftest import ROOT
@@ -65,3 +66,55 @@ def test_the_interval_of_variants(tmp_path, capsys):
     middle, low, high = variants.estimate(accuracy["b"])
     assert low < middle < high and 0.199 < low and high < 0.901
     assert (tmp_path / "picture.png").stat().st_size > 1000
+
+
+# ---- figures of the pages ------------------------------------------------------------------------
+
+SMOLLM2 = "smollm2.json", [f"grpo-seed-{seed}" for seed in (1, 2, 3)]
+KINDS = "eval/accuracy/instructions:"
+
+
+def values(file: str, runs: list[str], metric: str, step: int) -> list[float]:
+    """Return what some runs of a file of results/ had of a metric after a step."""
+    results = json.loads((ROOT / "results" / file).read_text())
+    return [results[run]["by_step"][metric][str(step)] for run in runs]
+
+
+def each(file: str, runs: list[str], metric: str, step: int) -> str:
+    """Return the values of all runs, as a cell of a table; 0.625 is 0.63."""
+    return "; ".join(f"{x + 1e-9:.2f}" for x in values(file, runs, metric, step))
+
+
+def span(file: str, runs: list[str], metric: str, step: int) -> str:
+    """Return the lowest and the highest value, as in a sentence."""
+    x = values(file, runs, metric, step)
+    return " to ".join(dict.fromkeys((f"{min(x):.2f}", f"{max(x):.2f}")))
+
+
+def cells(*found: str) -> str:
+    return "| " + " | ".join(found) + " |"
+
+
+def figures():
+    """Yield a page, and a text that it has to contain."""
+    for name, metric in (
+        ("accuracy", "eval/accuracy"),
+        ("kind `frequency`, in no training prompt", f"{KINDS}frequency"),
+        ("kind `json`", f"{KINDS}json"),
+    ):
+        yield "docs/evidence.md", cells(name, *(each(*SMOLLM2, metric, x) for x in (0, 24, 48)))
+    of_all = [span(*SMOLLM2, "eval/accuracy", x) for x in (0, 48)]
+    yield "README.md", "it gets {} of the held-out prompts right before".format(of_all[0])
+    yield "README.md", "and {} after 48 steps".format(of_all[1])
+    of_new = [span(*SMOLLM2, f"{KINDS}frequency", x) for x in (0, 48)]
+    yield "README.md", "it gets {} right before, and {} after".format(*of_new)
+    corrections = "async4 async4_truncate async4_mask async4_sequence async4_geometric".split()
+    names = [*corrections, "async4_dppo", "async4_dppo_kl"]
+    table = variants.accuracies(ROOT / "results/variants.json").groupby("variant").mean()
+    for title, column in (("mean of the evaluations", "mean"), ("last evaluation", "end")):
+        yield "docs/rollouts.md", cells(title, *(f"{x:.3f}" for x in table.loc[names, column]))
+
+
+@pytest.mark.parametrize("page, text", list(figures()))
+def test_a_page_has_the_figures_of_results(page, text):
+    assert text in " ".join((ROOT / page).read_text().split())
