@@ -101,7 +101,7 @@ def table() -> dict[str, tuple[int, int]]:
             lines(*(f"assets/report/*.{end}" for end in ("js", "css", "html"))),
             500,
         ),
-        "docs/, words": (words("docs/*.md"), 14_430),
+        "docs/, words": (words("docs/*.md"), 14_480),
         "README.md, lines": (lines("README.md"), 150),
         "flags of grpo.py": (len(dataclasses.fields(Args)), 98),
         "our modules that import grpo loads": (len(modules()[0]), 37),
