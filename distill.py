@@ -171,7 +171,7 @@ class Args(
 
 def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     """Return the sum of x where mask is set; other entries are ignored, even NaN."""
-    return torch.where(mask, x, 0.0).sum(dim)
+    return x.where(mask, 0.0).sum(dim)
 
 
 def divergence(logprobs: Tensor, teacher_logprobs: Tensor, kind: str, beta: float) -> Tensor:
@@ -396,10 +396,12 @@ def generate(
     length = max(lengths)
     ends = torch.tensor(lengths, device=device)  # (N,), where each response ends at the latest
     # Pad with the first token of the prompt: a repetition penalty also reads padding.
-    padded = [prompt[:1] * (width - len(prompt)) + prompt for prompt in prompts]
-    input_ids = torch.tensor(padded, device=device)  # (P, width); later (n, 1)
-    masks = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    attention = torch.tensor(masks, device=device)  # (P, width); later (n, tokens so far)
+    input_ids = torch.tensor(
+        [prompt[:1] * (width - len(prompt)) + prompt for prompt in prompts], device=device
+    )  # (P, width); later (n, 1)
+    attention = torch.tensor(
+        [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device
+    )  # (P, width); later (n, tokens so far)
     positions = (attention.cumsum(1) - 1).clamp(0)
     sequences = nn.functional.pad(input_ids[prompt_of], (0, length))  # (N, width + T)
     outputs = {name: torch.zeros(len(queries), length, device=device) for name in ROLLOUT_OUTPUTS}
@@ -437,10 +439,9 @@ def generate(
         if stop_strings is not None:
             ended |= stop_strings(sequences[running, width : width + t + 1], None)
         new = running[ended & ~finished]  # places of the responses that end here
-        responses = sequences[new, width : width + t + 1].tolist()
-        columns = {name: x[new, : t + 1].tolist() for name, x in outputs.items()}
-        for i, place in enumerate(new.tolist()):
-            yield place, responses[i], {name: column[i] for name, column in columns.items()}
+        for place in new.tolist():
+            response = sequences[place, width : width + t + 1].tolist()
+            yield place, response, {name: x[place, : t + 1].tolist() for name, x in outputs.items()}
         finished |= ended
         finished_count += len(new)
         if finished_count == len(running) or interrupted():

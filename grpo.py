@@ -135,18 +135,7 @@ class Args(
     """System turn put before each prompt that has none; the saved chat template does the same; ""
     adds none. Default: that of SYSTEM_PROMPTS for the first source of --reward, else none."""
 
-    loss: Literal[
-        "grpo",
-        "dr_grpo",
-        "dapo",
-        "bnpo",
-        "gspo",
-        "cispo",
-        "sapo",
-        "reinforce",
-        "dppo",
-        "dppo_kl",
-    ] = "grpo"
+    loss: Literal[*VARIANTS] = "grpo"  # type: ignore[valid-type]
     """Variant: fixes the token loss, and sets what --loss_aggregation, --advantage_scale,
     --clip_low and --clip_high leave open (VARIANTS). dppo is recommended with --async_steps."""
     loss_aggregation: (
@@ -160,6 +149,9 @@ class Args(
     normalizes each reward in its group, and their weighted sum over the step (arXiv:2601.05242);
     maxrl divides by the mean of the group's scores, which must not be negative (arXiv:2602.02710);
     passk gives the best response alone an advantage (arXiv:2503.19595). Default: the variant's."""
+    turn_rewards: bool = False
+    """Give each reward of the --environment to the last token of its turn, instead of giving
+    their sum to the last token of the response."""
     clip_low: Fraction | None = None
     """The ratio is clipped below at 1 - this. dppo: a token whose probability the step has lowered
     by more is left out (dppo_kl: by a KL of more). Default: the variant's."""
@@ -208,6 +200,17 @@ class Args(
     off_policy_delta: NonNegativeFloat = 0.0
     """Leave a response with a negative advantage out of the policy loss once the mean of log(pi of
     the sampler / pi) over its tokens is above this; 0.5 is usual, 0 for never (DeepSeek-V3.2)."""
+    ptx_dataset: str = ""
+    """Rows for a supervised loss that is added to the policy's (PPO-ptx, arXiv:2203.02155); takes
+    the same names as --dataset."""
+    response_column: str = ""
+    """Column of the text that supervised rows teach; default: the last turn of the assistant, or
+    else the first of response, completion, solution, tgt, answer, output that at least one
+    row fills."""
+    ptx_coef: NonNegativeFloat = 0.0
+    """Weight of the cross-entropy on --ptx_dataset."""
+    ptx_batch_size: PositiveInt = 64
+    """Rows of --ptx_dataset per optimizer update, over all ranks."""
 
     non_stop_penalty: bool = True
     """Penalise a response without a stop token by --penalty_reward_value."""
@@ -248,7 +251,7 @@ class Args(
         )
         yield (
             self.kl_weighting == "none"
-            or (self.kl_in == "loss" and self.kl_coef > 0 and (self.kl_estimator != "abs")),
+            or (self.kl_in == "loss" and self.kl_coef > 0 and self.kl_estimator != "abs"),
             "--kl_weighting ratio requires --kl_in loss, a --kl_coef above 0 and another "
             "--kl_estimator than abs",
         )
@@ -271,9 +274,27 @@ class Args(
             "sampled, so that nothing is left to correct",
         )
         yield (
+            bool(self.ptx_coef) == bool(self.ptx_dataset),
+            "--ptx_coef and --ptx_dataset require each other",
+        )
+        yield (
+            self.ptx_dataset or not self.response_column,
+            "--response_column requires a --ptx_dataset",
+        )
+        yield (
             self.filter_groups != "refill" or self.async_steps < 2,
             "--filter_groups refill requires --async_steps 0 or 1: at which prompt the "
             "next step begins is known only once a step has sampled",
+        )
+        yield (
+            not self.turn_rewards
+            or (
+                "episode" in self.reward
+                and self.kl_in == "loss"
+                and self.advantage_scale not in ("gdpo", "maxrl")
+            ),
+            "--turn_rewards requires episode in --reward, --kl_in loss, and another "
+            "--advantage_scale than gdpo and maxrl",
         )
 
 
@@ -297,7 +318,7 @@ def variant_of(args: Args) -> Variant:
 
 def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     """Return the sum of x where mask is set; other entries are ignored, even NaN."""
-    return torch.where(mask, x, 0.0).sum(dim)
+    return x.where(mask, 0.0).sum(dim)
 
 
 def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
@@ -345,18 +366,15 @@ def kl_ratio(logprobs: Tensor, old_logprobs: Tensor, estimator: str) -> Tensor:
 class AdaptiveKL:
     """The weight beta of the KL, with --kl_target steered by the adaptive controller (Ziegler et
     al. 2019, arXiv:1909.08593, section 2.2).
+
+    `coef`: beta of the next step.
     """
 
     def __init__(self, args: Args, state: dict):
         """`state`: of the run, which keeps beta for a resume."""
         self.args = args
         self.state = state
-
-    @property
-    def coef(self) -> float:
-        """Return beta."""
-        start = self.args.kl_coef
-        return self.state.get("kl_coef", start) if self.args.kl_target else start
+        self.coef = state.get("kl_coef", args.kl_coef) if args.kl_target else args.kl_coef
 
     def update(self, kl: float, sequences: int) -> None:
         """Set beta to beta * (1 + clip(kl / target - 1, -0.2, 0.2) * sequences / horizon).
@@ -366,8 +384,8 @@ class AdaptiveKL:
         """
         if self.args.kl_target and math.isfinite(kl):
             error = min(max(kl / self.args.kl_target - 1, -0.2), 0.2)
-            factor = 1 + error * sequences / self.args.kl_horizon
-            self.state["kl_coef"] = self.coef * factor
+            self.coef *= 1 + error * sequences / self.args.kl_horizon
+            self.state["kl_coef"] = self.coef
 
 
 def policy_loss(
@@ -415,21 +433,15 @@ def policy_loss(
             change = (1 - q) * others - q * log_ratio.detach()
         too_high = (p > q) & (change > clip_high)
         too_low = (p < q) & (change > clip_low)
-        left_out = torch.where(advantages > 0, too_high, too_low)
+        left_out = too_high.where(advantages > 0, too_low)
         # The paper's bound of the ratio, section 5.4: so high that it hardly biases.
         weight = ratio.detach().clamp(max=20).masked_fill(left_out, 0.0)
         return -weight * advantages * logprobs, left_out
-    too_low = (ratio < 1 - clip_low) & (advantages < 0)
-    too_high = (ratio > 1 + clip_high) & (advantages > 0)
-    clipped = too_low | too_high
-    loss = torch.maximum(
-        -advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
-    )
+    plain = -advantages * ratio
+    loss = torch.maximum(plain, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high))
     if dual_clip:
-        bounded = (advantages < 0) & (loss > -advantages * dual_clip)
-        loss = torch.where(bounded, -advantages * dual_clip, loss)
-        clipped = clipped | bounded
-    return loss, clipped
+        loss = loss.clamp(max=-advantages * dual_clip).where(advantages < 0, loss)
+    return loss, loss != plain
 
 
 def old_policy(args: Args, correction: str, updates_per_step: int) -> str:
@@ -462,22 +474,19 @@ def correction_weights(
     Returns:
         (N, T), without gradient.
     """
-    log_ratio = torch.where(mask, old_logprobs.detach() - rollout_logprobs, 0.0)
-    if kind == "sequence_mask":
-        log_ratio = log_ratio.sum(1, keepdim=True).expand_as(log_ratio)
-    elif kind == "geometric":
-        log_ratio = masked_mean(log_ratio, mask, 1)[:, None].expand_as(log_ratio)
-    rho = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    log_ratio = old_logprobs.detach() - rollout_logprobs
     if kind == "none":
-        return torch.ones_like(rho)
+        return torch.ones_like(log_ratio)
+    if kind == "sequence_mask":
+        log_ratio = masked_sum(log_ratio, mask, 1)[:, None]
+    elif kind == "geometric":
+        log_ratio = masked_mean(log_ratio, mask, 1)[:, None]
+    rho = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     if kind == "truncate":
         return rho.clamp(max=cap)
-    dropped = rho > cap
-    if kind in ("mask", "geometric"):
-        dropped = dropped | (rho < 1 / cap)
-    if kind == "geometric":
-        rho = torch.ones_like(rho)
-    return rho.masked_fill(dropped, 0.0)
+    lowest = 0 if kind == "sequence_mask" else 1 / cap
+    weights = torch.ones_like(rho) if kind == "geometric" else rho
+    return weights.where((rho >= lowest) & (rho <= cap), 0.0).expand_as(mask)
 
 
 def off_policy_mask(
@@ -496,43 +505,29 @@ def off_policy_mask(
     return (advantages >= 0) | (drift <= (delta or math.inf))
 
 
-def aggregate(
-    x: Tensor, mask: Tensor, how: str, tokens: float, sequences: int, max_length: int
-) -> Tensor:
-    """Return a micro-batch's share of the loss of its update.
-
-    Args:
-        x: (N, T). mask: (N, T) bool.
-        how: "token" or "step_token" = sum / tokens; "sequence" = mean of token means;
-            "sequence_sum" = mean of sums; "constant" = sum / (sequences * max_length).
-        tokens, sequences: of the whole update, over all ranks and micro-batches.
-    """
-    if how == "sequence":
-        return masked_mean(x, mask, 1).sum() / sequences
-    if how == "sequence_sum":
-        return masked_sum(x, mask) / sequences
-    if how == "constant":
-        return masked_sum(x, mask) / (sequences * max_length)
-    return masked_sum(x, mask) / tokens
-
-
 def loss_reduction(
     how: str, mask: Tensor, mini: list[int], updates: list[tuple[int, list[int]]], max_length: int
 ) -> Callable:
-    """Return `aggregate` as a function (x, mask) -> loss, with the counts of an update.
+    """Return a function that makes one number of the token losses of a micro-batch: (x, mask), each
+    (n, T), -> its share of the loss of an update, with counts over all ranks and micro-batches.
 
     Args:
-        how: as in `aggregate`. mask: (N, T) bool, of all responses of the step.
+        how: "token" = sum / tokens of the update; "step_token" = sum / mean number of tokens of an
+            update of the step, so that each token of the step weighs the same (DAPO); "sequence" =
+            mean of token means; "sequence_sum" = mean of sums; "constant" = sum / (sequences *
+            max_length) (Dr. GRPO).
+        mask: (N, T) bool, of all responses of the step.
         mini: the responses of this update. updates: (epoch, responses) of every update of the step.
     """
-    tokens = mask[mini].sum().item()
-    if how == "step_token":
-        # The mean number of tokens per update: the updates' losses then average to the mean over
-        # all tokens of the step.
-        tokens = sum(mask[rows].sum().item() for _, rows in updates) / len(updates)
-    return functools.partial(
-        aggregate, how=how, tokens=tokens, sequences=len(mini), max_length=max_length
-    )
+    divisor: float = len(mini)
+    if how == "token":
+        divisor = mask[mini].sum().item()
+    elif how == "step_token":
+        divisor = sum(mask[rows].sum().item() for _, rows in updates) / len(updates)
+    elif how == "constant":
+        divisor *= max_length
+    of_response = masked_mean if how == "sequence" else masked_sum
+    return lambda x, mask: of_response(x, mask, 1).sum() / divisor
 
 
 def entropy_from_logprobs(logprobs: Tensor) -> Tensor:
@@ -563,7 +558,11 @@ class Policy(nn.Module):
         self.trains_entropy = args.entropy_coef > 0
 
     def forward(
-        self, input_ids: Tensor, response_mask: Tensor, entropy: bool = True
+        self,
+        input_ids: Tensor,
+        response_mask: Tensor,
+        entropy: bool = False,
+        temperature: float | None = None,
     ) -> dict[str, Tensor]:
         """Return statistics of the response tokens.
 
@@ -571,7 +570,8 @@ class Policy(nn.Module):
             input_ids: (N, L), query and response, padded on the right (causal attention never looks
                 there).
             response_mask: (N, L) bool, set on response tokens.
-            entropy: whether to compute the entropies.
+            entropy: whether to compute the entropies. temperature: divides the logits; None for
+                --temperature.
         Returns:
             Tensors (tokens,) by name, one value per set entry of the mask, row by row, float32 or
             better: "logprobs" and, if asked for, "entropies". Unless `trains_entropy` is set, the
@@ -587,24 +587,54 @@ class Policy(nn.Module):
         if self.recompute_logits and len(labels) > CHUNK_TOKENS:
             statistics = functools.partial(recomputed, statistics)
         parts = zip(hidden.split(CHUNK_TOKENS), labels.split(CHUNK_TOKENS))
-        chunks = [statistics(*part, entropy) for part in parts]
+        chunks = [statistics(*part, entropy, temperature or self.temperature) for part in parts]
         outputs = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
         if entropy and not self.trains_entropy:
             outputs["entropies"] = forbid_gradient("entropies", outputs["entropies"])
         return outputs
 
-    def statistics(self, hidden: Tensor, labels: Tensor, entropy: bool) -> dict[str, Tensor]:
+    def statistics(
+        self, hidden: Tensor, labels: Tensor, entropy: bool, temperature: float
+    ) -> dict[str, Tensor]:
         """Return log-probability and entropy of each token of a chunk, from (chunk, H) and
         (chunk,); see `forward`.
         """
-        # (chunk, V)
-        logprobs = (head_logits(self.model, hidden) / self.temperature).log_softmax(-1)
+        logprobs = (head_logits(self.model, hidden) / temperature).log_softmax(-1)  # (chunk, V)
         outputs = {"logprobs": logprobs.gather(-1, labels[:, None])[:, 0]}
         if entropy:
             # A gradient would keep several tensors of the size of the logits.
             kept = logprobs if self.trains_entropy else logprobs.detach()
             outputs["entropies"] = entropy_from_logprobs(kept)
         return outputs
+
+
+# --------------------------------------------------------------------------------------------------
+# The supervised loss of PPO-ptx
+# --------------------------------------------------------------------------------------------------
+
+
+def ptx_losses(
+    wrapped: nn.Module, prompts: Sequence[Row], args: Args, update: int, world: utils.World
+) -> Iterator[Tensor]:
+    """Yield this rank's shares, one a micro-batch, of the cross-entropy per token on the rows of
+    --ptx_dataset for an update (PTX: arXiv:2203.02155, eq. 2).
+
+    The backward passes of the policy's loss, which follow, average the gradient over the ranks.
+
+    Args:
+        prompts: all rows of --ptx_dataset, with responses.
+    """
+    size = args.ptx_batch_size
+    samples = [
+        Sample(row, row["response"], {"response_mask": row["mask"]}, stopped=True)
+        for row in take_prompts(prompts, update * size, size, args.seed)
+    ]
+    batch = Batch.from_samples(samples, world.device)
+    for inputs, *_ in batch.micro_batches([*range(size)], args.micro_batch_tokens, world):
+        set_gradient_sync(wrapped, False)
+        # Temperature 1, whatever that of the rollout.
+        logprobs = wrapped(*inputs, temperature=1.0)["logprobs"]
+        yield -logprobs.sum() / batch.response_mask.sum()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -650,10 +680,12 @@ def generate(
     length = max(lengths)
     ends = torch.tensor(lengths, device=device)  # (N,), where each response ends at the latest
     # Pad with the first token of the prompt: a repetition penalty also reads padding.
-    padded = [prompt[:1] * (width - len(prompt)) + prompt for prompt in prompts]
-    input_ids = torch.tensor(padded, device=device)  # (P, width); later (n, 1)
-    masks = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    attention = torch.tensor(masks, device=device)  # (P, width); later (n, tokens so far)
+    input_ids = torch.tensor(
+        [prompt[:1] * (width - len(prompt)) + prompt for prompt in prompts], device=device
+    )  # (P, width); later (n, 1)
+    attention = torch.tensor(
+        [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device
+    )  # (P, width); later (n, tokens so far)
     positions = (attention.cumsum(1) - 1).clamp(0)
     sequences = nn.functional.pad(input_ids[prompt_of], (0, length))  # (N, width + T)
     outputs = {name: torch.zeros(len(queries), length, device=device) for name in ROLLOUT_OUTPUTS}
@@ -691,10 +723,9 @@ def generate(
         if stop_strings is not None:
             ended |= stop_strings(sequences[running, width : width + t + 1], None)
         new = running[ended & ~finished]  # places of the responses that end here
-        responses = sequences[new, width : width + t + 1].tolist()
-        columns = {name: x[new, : t + 1].tolist() for name, x in outputs.items()}
-        for i, place in enumerate(new.tolist()):
-            yield place, responses[i], {name: column[i] for name, column in columns.items()}
+        for place in new.tolist():
+            response = sequences[place, width : width + t + 1].tolist()
+            yield place, response, {name: x[place, : t + 1].tolist() for name, x in outputs.items()}
         finished |= ended
         finished_count += len(new)
         if finished_count == len(running) or interrupted():
@@ -742,11 +773,11 @@ def final_scores(scores: Tensor, lengths: Tensor, stopped: Tensor, args: Args) -
     if args.non_stop_penalty:
         value = args.penalty_reward_value
         kept = stopped | scores.isnan()  # no penalty in place of a missing score
-        scores = torch.where(kept, scores, scores.clamp(max=0) if value is None else value)
+        scores = scores.where(kept, scores.clamp(max=0) if value is None else value)
     if args.overlong_buffer:
         over = lengths - (args.max_response_length - args.overlong_buffer)
         scores = scores - (over.to(scores.dtype) / args.overlong_buffer).clamp(min=0)
-    return torch.where(stopped, scores, math.nan) if args.mask_truncated else scores
+    return scores.where(stopped, math.nan) if args.mask_truncated else scores
 
 
 def decoupled_scores(batch: Batch, args: Args) -> Tensor:
@@ -837,17 +868,44 @@ def group_advantages(scores: Tensor, group_size: int, scale: str) -> Tensor:
     mean = masked_mean(grouped, scored, 1)[:, None]
     centred = torch.where(scored, grouped - mean, 0.0)
     if scale in ("group", "passk"):
-        degrees = (scored.sum(1, keepdim=True) - 1).clamp(min=1)
-        variance = centred.square().sum(1, keepdim=True) / degrees
+        variance = (centred.square().sum(1) / (scored.sum(1) - 1).clamp(min=1))[:, None]
         if scale == "passk":
-            best, second = grouped.masked_fill(~scored, -torch.inf).topk(2).values.split(1, 1)
+            best, second = grouped.where(scored, -torch.inf).topk(2).values.split(1, 1)
             centred = torch.where(grouped == best, best - second, 0.0)
         centred = centred / (variance.sqrt() + 1e-6)
     elif scale == "maxrl":
         centred = torch.where(mean > 0, centred / mean, 0.0)
     elif scale in ("batch", "gdpo") and scored.sum() > 1:
-        centred = centred / (scores[scores.isfinite()].std() + 1e-6)
+        centred = centred / (grouped[scored].std() + 1e-6)
     return centred.masked_fill(equal_scores(grouped)[:, None], 0.0).view(-1)
+
+
+def turn_advantages(
+    scores: Tensor, turn_rewards: Tensor, mask: Tensor, group_size: int, scale: str
+) -> Tensor:
+    """Return the advantage of each token: that of its turn among the turns of the same number in
+    the group (after MT-GRPO, arXiv:2505.11821).
+
+    The return of a turn is the score minus the rewards of the turns before it. A turn is an
+    unbroken run of set entries of the mask: observations stand between two turns.
+
+    Args:
+        scores: (N,). turn_rewards: (N, T), at the last token of each turn. mask: (N, T) bool.
+        scale: as in `group_advantages`.
+    Returns:
+        (N, T), 0 outside of the mask, in a turn that one response of the group has alone, and where
+        all responses have the same return.
+    """
+    pad = nn.functional.pad
+    begins = mask & ~pad(mask, (1, -1))  # (N, T), at the first token of each turn
+    turns = begins.cumsum(1)  # (N, T), number of the turn, from 1 on
+    returns = scores[:, None] - pad(turn_rewards.cumsum(1), (1, -1))  # (N, T)
+    advantages = torch.zeros_like(returns)
+    for turn in turns.unique():
+        tokens = mask & (turns == turn)
+        of_turn = returns.where(tokens & begins, -torch.inf).amax(1)  # (N,), -inf without a turn
+        advantages += tokens * group_advantages(of_turn, group_size, scale)[:, None]
+    return advantages
 
 
 def equal_scores(grouped: Tensor) -> Tensor:
@@ -856,8 +914,8 @@ def equal_scores(grouped: Tensor) -> Tensor:
     Missing scores are ignored: a group with one score or none is among them.
     """
     scored = grouped.isfinite()
-    highest = grouped.masked_fill(~scored, -torch.inf).amax(1)
-    lowest = grouped.masked_fill(~scored, torch.inf).amin(1)
+    highest = grouped.where(scored, -torch.inf).amax(1)
+    lowest = grouped.where(scored, torch.inf).amin(1)
     return highest <= lowest
 
 
@@ -897,7 +955,7 @@ def main(args: Args) -> None:
     updates_per_step = utils.count_updates(N, args.mini_batch_size, args.num_epochs)
     settings = variant_of(args)
     parts = set_up(args, __file__, functools.partial(Policy, args=args), generate, ROLLOUT_OUTPUTS)
-    world, run, precision, sampler = parts.world, parts.run, parts.precision, parts.sampler
+    world, run, sampler = parts.world, parts.run, parts.sampler
     # `wrapped`: the policy as it trains, in DDP on several ranks without --shard.
     policy, wrapped, reference = parts.policy, parts.wrapped, parts.reference
     optimizer = utils.Optimizer(policy, args, total_steps, updates_per_step)
@@ -920,20 +978,16 @@ def main(args: Args) -> None:
         batch = experience.batch
         mask = batch.response_mask  # (N, T)
         scores = batch.scores  # (N,)
-        trainable = scores.isfinite().nonzero()[:, 0].tolist()  # the responses with a score
+        trainable = scores.isfinite().nonzero().flatten().tolist()  # the responses with a score
         kl_coef = adaptive_kl.coef
         entropy_coef = adaptive_entropy.coef
 
         # ---- 2. log-probs: of the reference, and of the policy at the start of the step ----
         run.phase("logprobs")
         if reference is not None:
-            batch.tokens["ref_logprobs"] = forward_batch(
-                reference, batch, "logprobs", args, world, entropy=False
-            )
+            batch.tokens["ref_logprobs"] = forward_batch(reference, batch, "logprobs", args, world)
         if needs_start_logprobs:
-            batch.tokens["start_logprobs"] = forward_batch(
-                policy, batch, "logprobs", args, world, entropy=False
-            )
+            batch.tokens["start_logprobs"] = forward_batch(policy, batch, "logprobs", args, world)
 
         # ---- 3. advantages ----
         outcomes = (
@@ -942,17 +996,24 @@ def main(args: Args) -> None:
         if kl_in == "reward":
             kl = estimate_kl(batch.tokens["start_logprobs"], batch.tokens["ref_logprobs"])
             outcomes = outcomes - kl_coef * masked_sum(kl, mask, 1)
-        if args.advantage_scale == "maxrl" and (scores < 0).any():
-            sample = batch.samples[scores.nan_to_num().argmin()]
+        worst = scores.nan_to_num().argmin()
+        if args.advantage_scale == "maxrl" and scores[worst] < 0:
             raise utils.UserError(
-                f"--advantage_scale maxrl: a score is negative, of a response to {sample.row['prompt']!r}"
+                "--advantage_scale maxrl: a score is negative, of a response to "
+                f"{batch.samples[worst].row['prompt']!r}"
             )
         advantages = group_advantages(outcomes, args.group_size, settings.advantage_scale)  # (N,)
         # `group_advantages` gives 0 where the KL is not finite, as for a missing score. A NaN there
         # makes `Optimizer.step` skip the update.
-        advantages = advantages.masked_fill(scores.isfinite() & ~outcomes.isfinite(), math.nan)
-        advantages = advantages.to(precision.loss_dtype)
-        batch.tokens["advantages"] = torch.where(mask, advantages[:, None], 0.0)
+        advantages[scores.isfinite() & ~outcomes.isfinite()] = math.nan
+        advantages = advantages[:, None].where(mask, 0.0)  # (N, T)
+        if args.turn_rewards:
+            rewards = batch.tokens["turn_rewards"]
+            advantages = turn_advantages(
+                scores, rewards, mask, args.group_size, settings.advantage_scale
+            )
+            experience.metrics["val/zero_advantage"] = (advantages[mask] == 0).float().mean().item()
+        batch.tokens["advantages"] = advantages.to(parts.precision.loss_dtype)
 
         # ---- 4. update: epochs, mini-batches (an optimizer step each), micro-batches ----
         run.phase("training")
@@ -965,10 +1026,15 @@ def main(args: Args) -> None:
             reduce_loss = loss_reduction(
                 settings.loss_aggregation, mask, mini, updates, args.max_response_length
             )
+            if args.ptx_coef:
+                for ptx in ptx_losses(wrapped, parts.ptx_rows, args, optimizer.updates, world):
+                    optimizer.backward(args.ptx_coef * ptx)
+                    share = ptx / len(updates)
+                    sums.add(ptx=share, loss=args.ptx_coef * share)
             for inputs, micro, last in batch.micro_batches(mini, args.micro_batch_tokens, world):
                 m = micro["response_mask"]  # (n, T), as all of micro and out
                 set_gradient_sync(wrapped, last)
-                out = forward_tokens(wrapped, inputs, m)
+                out = forward_tokens(wrapped, inputs, m, entropy=True)
                 logprobs = out["logprobs"]
                 # Without "start_logprobs", pi_old is "current" (no update yet: `logprobs` equal
                 # them) or "sampler" (then only the log reads them).
@@ -1025,6 +1091,7 @@ def main(args: Args) -> None:
             "objective/kl_coef": kl_coef,
             **adaptive_entropy.metrics(),
             **policy_metrics(total, experience.sampled.scores, kl_coef),
+            **({"loss/ptx": total["ptx"]} if "ptx" in total else {}),
             **batch_metrics(experience.sampled, sampler.reward_sources),
             **mismatch_metrics(total, step, batch),
             **experience.metrics,

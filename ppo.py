@@ -66,7 +66,6 @@ from plumbing.rollout.batch import (
     Experience,
     Sample,
     Sampler,
-    collate,
     forbid_gradient,
     forward_batch,
     forward_tokens,
@@ -283,7 +282,7 @@ class Args(
 
 def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     """Return the sum of x where mask is set; other entries are ignored, even NaN."""
-    return torch.where(mask, x, 0.0).sum(dim)
+    return x.where(mask, 0.0).sum(dim)
 
 
 def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
@@ -319,18 +318,15 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
 class AdaptiveKL:
     """The weight beta of the KL, with --kl_target steered by the adaptive controller (Ziegler et
     al. 2019, arXiv:1909.08593, section 2.2).
+
+    `coef`: beta of the next step.
     """
 
     def __init__(self, args: Args, state: dict):
         """`state`: of the run, which keeps beta for a resume."""
         self.args = args
         self.state = state
-
-    @property
-    def coef(self) -> float:
-        """Return beta."""
-        start = self.args.kl_coef
-        return self.state.get("kl_coef", start) if self.args.kl_target else start
+        self.coef = state.get("kl_coef", args.kl_coef) if args.kl_target else args.kl_coef
 
     def update(self, kl: float, sequences: int) -> None:
         """Set beta to beta * (1 + clip(kl / target - 1, -0.2, 0.2) * sequences / horizon).
@@ -340,8 +336,8 @@ class AdaptiveKL:
         """
         if self.args.kl_target and math.isfinite(kl):
             error = min(max(kl / self.args.kl_target - 1, -0.2), 0.2)
-            factor = 1 + error * sequences / self.args.kl_horizon
-            self.state["kl_coef"] = self.coef * factor
+            self.coef *= 1 + error * sequences / self.args.kl_horizon
+            self.state["kl_coef"] = self.coef
 
 
 def clipped_loss(
@@ -356,17 +352,11 @@ def clipped_loss(
         Loss (N, T), and where clipping removed the gradient (N, T) bool.
     """
     ratio = torch.exp(log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
-    too_low = (ratio < 1 - clip_low) & (advantages < 0)
-    too_high = (ratio > 1 + clip_high) & (advantages > 0)
-    clipped = too_low | too_high
-    loss = torch.maximum(
-        -advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
-    )
+    plain = -advantages * ratio
+    loss = torch.maximum(plain, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high))
     if dual_clip:
-        bounded = (advantages < 0) & (loss > -advantages * dual_clip)
-        loss = torch.where(bounded, -advantages * dual_clip, loss)
-        clipped = clipped | bounded
-    return loss, clipped
+        loss = loss.clamp(max=-advantages * dual_clip).where(advantages < 0, loss)
+    return loss, loss != plain
 
 
 def whiten(x: Tensor, mask: Tensor) -> Tensor:
@@ -526,22 +516,19 @@ def correction_weights(
     Returns:
         (N, T), without gradient.
     """
-    log_ratio = torch.where(mask, old_logprobs.detach() - rollout_logprobs, 0.0)
-    if kind == "sequence_mask":
-        log_ratio = log_ratio.sum(1, keepdim=True).expand_as(log_ratio)
-    elif kind == "geometric":
-        log_ratio = masked_mean(log_ratio, mask, 1)[:, None].expand_as(log_ratio)
-    rho = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    log_ratio = old_logprobs.detach() - rollout_logprobs
     if kind == "none":
-        return torch.ones_like(rho)
+        return torch.ones_like(log_ratio)
+    if kind == "sequence_mask":
+        log_ratio = masked_sum(log_ratio, mask, 1)[:, None]
+    elif kind == "geometric":
+        log_ratio = masked_mean(log_ratio, mask, 1)[:, None]
+    rho = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     if kind == "truncate":
         return rho.clamp(max=cap)
-    dropped = rho > cap
-    if kind in ("mask", "geometric"):
-        dropped = dropped | (rho < 1 / cap)
-    if kind == "geometric":
-        rho = torch.ones_like(rho)
-    return rho.masked_fill(dropped, 0.0)
+    lowest = 0 if kind == "sequence_mask" else 1 / cap
+    weights = torch.ones_like(rho) if kind == "geometric" else rho
+    return weights.where((rho >= lowest) & (rho <= cap), 0.0).expand_as(mask)
 
 
 def off_policy_mask(
@@ -560,43 +547,29 @@ def off_policy_mask(
     return (advantages >= 0) | (drift <= (delta or math.inf))
 
 
-def aggregate(
-    x: Tensor, mask: Tensor, how: str, tokens: float, sequences: int, max_length: int
-) -> Tensor:
-    """Return a micro-batch's share of the loss of its update.
-
-    Args:
-        x: (N, T). mask: (N, T) bool.
-        how: "token" or "step_token" = sum / tokens; "sequence" = mean of token means;
-            "sequence_sum" = mean of sums; "constant" = sum / (sequences * max_length).
-        tokens, sequences: of the whole update, over all ranks and micro-batches.
-    """
-    if how == "sequence":
-        return masked_mean(x, mask, 1).sum() / sequences
-    if how == "sequence_sum":
-        return masked_sum(x, mask) / sequences
-    if how == "constant":
-        return masked_sum(x, mask) / (sequences * max_length)
-    return masked_sum(x, mask) / tokens
-
-
 def loss_reduction(
     how: str, mask: Tensor, mini: list[int], updates: list[tuple[int, list[int]]], max_length: int
 ) -> Callable:
-    """Return `aggregate` as a function (x, mask) -> loss, with the counts of an update.
+    """Return a function that makes one number of the token losses of a micro-batch: (x, mask), each
+    (n, T), -> its share of the loss of an update, with counts over all ranks and micro-batches.
 
     Args:
-        how: as in `aggregate`. mask: (N, T) bool, of all responses of the step.
+        how: "token" = sum / tokens of the update; "step_token" = sum / mean number of tokens of an
+            update of the step, so that each token of the step weighs the same (DAPO); "sequence" =
+            mean of token means; "sequence_sum" = mean of sums; "constant" = sum / (sequences *
+            max_length) (Dr. GRPO).
+        mask: (N, T) bool, of all responses of the step.
         mini: the responses of this update. updates: (epoch, responses) of every update of the step.
     """
-    tokens = mask[mini].sum().item()
-    if how == "step_token":
-        # The mean number of tokens per update: the updates' losses then average to the mean over
-        # all tokens of the step.
-        tokens = sum(mask[rows].sum().item() for _, rows in updates) / len(updates)
-    return functools.partial(
-        aggregate, how=how, tokens=tokens, sequences=len(mini), max_length=max_length
-    )
+    divisor: float = len(mini)
+    if how == "token":
+        divisor = mask[mini].sum().item()
+    elif how == "step_token":
+        divisor = sum(mask[rows].sum().item() for _, rows in updates) / len(updates)
+    elif how == "constant":
+        divisor *= max_length
+    of_response = masked_mean if how == "sequence" else masked_sum
+    return lambda x, mask: of_response(x, mask, 1).sum() / divisor
 
 
 def entropy_from_logprobs(logprobs: Tensor) -> Tensor:
@@ -630,7 +603,7 @@ class Policy(nn.Module):
         self,
         input_ids: Tensor,
         response_mask: Tensor,
-        entropy: bool = True,
+        entropy: bool = False,
         temperature: float | None = None,
     ) -> dict[str, Tensor]:
         """Return statistics of the response tokens.
@@ -759,29 +732,28 @@ def update_critic(
     return sums
 
 
-def ptx_loss(
-    wrapped: nn.Module, rows: list[Row], args: Args, optimizer: utils.Optimizer, world: utils.World
-) -> Tensor:
-    """Add the gradient of --ptx_coef * cross-entropy per token on supervised rows (PTX:
-    arXiv:2203.02155, eq. 2).
+def ptx_losses(
+    wrapped: nn.Module, prompts: Sequence[Row], args: Args, update: int, world: utils.World
+) -> Iterator[Tensor]:
+    """Yield this rank's shares, one a micro-batch, of the cross-entropy per token on the rows of
+    --ptx_dataset for an update (PTX: arXiv:2203.02155, eq. 2).
 
-    The backward passes of the policy's loss, which follow, average it over the ranks. Returns this
-    rank's share of the cross-entropy.
+    The backward passes of the policy's loss, which follow, average the gradient over the ranks.
+
+    Args:
+        prompts: all rows of --ptx_dataset, with responses.
     """
-    tokens = sum(sum(row["mask"]) for row in rows)
-    lengths = [len(row["query"]) + len(row["response"]) for row in rows]
-    total = torch.zeros((), device=world.device)
-    for cut in utils.micro_batches(lengths, args.micro_batch_tokens, world):
+    size = args.ptx_batch_size
+    samples = [
+        Sample(row, row["response"], {"response_mask": row["mask"]}, stopped=True)
+        for row in take_prompts(prompts, update * size, size, args.seed)
+    ]
+    batch = Batch.from_samples(samples, world.device)
+    for inputs, *_ in batch.micro_batches([*range(size)], args.micro_batch_tokens, world):
         set_gradient_sync(wrapped, False)
-        inputs = collate(
-            [(rows[i]["query"], rows[i]["response"], rows[i]["mask"]) for i in cut],
-            world.device,
-        )
         # Temperature 1, whatever that of the rollout.
-        loss = -wrapped(*inputs, temperature=1.0, entropy=False)["logprobs"].sum() / tokens
-        optimizer.backward(args.ptx_coef * loss)
-        total = total + loss.detach()  # += would keep float32 in a float64 run
-    return total
+        logprobs = wrapped(*inputs, temperature=1.0)["logprobs"]
+        yield -logprobs.sum() / batch.response_mask.sum()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -827,10 +799,12 @@ def generate(
     length = max(lengths)
     ends = torch.tensor(lengths, device=device)  # (N,), where each response ends at the latest
     # Pad with the first token of the prompt: a repetition penalty also reads padding.
-    padded = [prompt[:1] * (width - len(prompt)) + prompt for prompt in prompts]
-    input_ids = torch.tensor(padded, device=device)  # (P, width); later (n, 1)
-    masks = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    attention = torch.tensor(masks, device=device)  # (P, width); later (n, tokens so far)
+    input_ids = torch.tensor(
+        [prompt[:1] * (width - len(prompt)) + prompt for prompt in prompts], device=device
+    )  # (P, width); later (n, 1)
+    attention = torch.tensor(
+        [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device
+    )  # (P, width); later (n, tokens so far)
     positions = (attention.cumsum(1) - 1).clamp(0)
     sequences = nn.functional.pad(input_ids[prompt_of], (0, length))  # (N, width + T)
     outputs = {name: torch.zeros(len(queries), length, device=device) for name in ROLLOUT_OUTPUTS}
@@ -868,10 +842,9 @@ def generate(
         if stop_strings is not None:
             ended |= stop_strings(sequences[running, width : width + t + 1], None)
         new = running[ended & ~finished]  # places of the responses that end here
-        responses = sequences[new, width : width + t + 1].tolist()
-        columns = {name: x[new, : t + 1].tolist() for name, x in outputs.items()}
-        for i, place in enumerate(new.tolist()):
-            yield place, responses[i], {name: column[i] for name, column in columns.items()}
+        for place in new.tolist():
+            response = sequences[place, width : width + t + 1].tolist()
+            yield place, response, {name: x[place, : t + 1].tolist() for name, x in outputs.items()}
         finished |= ended
         finished_count += len(new)
         if finished_count == len(running) or interrupted():
@@ -943,11 +916,11 @@ def final_scores(
     if args.non_stop_penalty:
         value = args.penalty_reward_value
         kept = stopped | scores.isnan()  # no penalty in place of a missing score
-        scores = torch.where(kept, scores, scores.clamp(max=0) if value is None else value)
+        scores = scores.where(kept, scores.clamp(max=0) if value is None else value)
     if args.overlong_buffer:
         over = lengths - (args.max_response_length - args.overlong_buffer)
         scores = scores - (over.to(scores.dtype) / args.overlong_buffer).clamp(min=0)
-    return torch.where(stopped, scores, math.nan) if args.mask_truncated else scores
+    return scores.where(stopped, math.nan) if args.mask_truncated else scores
 
 
 def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) -> Experience:
@@ -989,8 +962,8 @@ def equal_scores(grouped: Tensor) -> Tensor:
     Missing scores are ignored: a group with one score or none is among them.
     """
     scored = grouped.isfinite()
-    highest = grouped.masked_fill(~scored, -torch.inf).amax(1)
-    lowest = grouped.masked_fill(~scored, torch.inf).amin(1)
+    highest = grouped.where(scored, -torch.inf).amax(1)
+    lowest = grouped.where(scored, torch.inf).amin(1)
     return highest <= lowest
 
 
@@ -1014,7 +987,6 @@ def policy_metrics(total: dict[str, float], scores: Tensor, kl_coef: float) -> d
         "objective/entropy": total["surprisal"] / total["responses"],  # -log p, summed over tokens
         "objective/loss": total["loss"],
         "loss/policy_avg": total["policy_loss"],
-        **({"loss/ptx": total["ptx"]} if "ptx" in total else {}),
         "policy/approxkl_avg": total["approxkl"] / tokens,
         "policy/clipfrac_avg": total["clipped"] / tokens,
         "policy/entropy_avg": total["entropy"] / tokens,
@@ -1064,20 +1036,16 @@ def main(args: Args) -> None:
         batch = experience.batch
         mask = batch.response_mask  # (N, T)
         scores = batch.scores  # (N,)
-        trainable = scores.isfinite().nonzero()[:, 0].tolist()  # the responses with a score
+        trainable = scores.isfinite().nonzero().flatten().tolist()  # the responses with a score
         kl_coef = adaptive_kl.coef
         entropy_coef = adaptive_entropy.coef
 
         # ---- 2. log-probs: of the reference, and of the policy at the start of the step ----
         run.phase("logprobs")
         if reference is not None:
-            batch.tokens["ref_logprobs"] = forward_batch(
-                reference, batch, "logprobs", args, world, entropy=False
-            )
+            batch.tokens["ref_logprobs"] = forward_batch(reference, batch, "logprobs", args, world)
         if needs_start_logprobs:
-            batch.tokens["start_logprobs"] = forward_batch(
-                policy, batch, "logprobs", args, world, entropy=False
-            )
+            batch.tokens["start_logprobs"] = forward_batch(policy, batch, "logprobs", args, world)
 
         # ---- 3. values, advantages, and the responses that train ----
         run.phase("values")
@@ -1124,18 +1092,14 @@ def main(args: Args) -> None:
                 args.loss_aggregation, mask, mini, updates, args.max_response_length
             )
             if args.ptx_coef:
-                rows = take_prompts(
-                    parts.ptx_rows,
-                    optimizer.updates * args.ptx_batch_size,
-                    args.ptx_batch_size,
-                    args.seed,
-                )
-                ptx = ptx_loss(wrapped, rows, args, optimizer, world)
-                sums.add(ptx=ptx / len(updates), loss=args.ptx_coef * ptx / len(updates))
+                for ptx in ptx_losses(wrapped, parts.ptx_rows, args, optimizer.updates, world):
+                    optimizer.backward(args.ptx_coef * ptx)
+                    share = ptx / len(updates)
+                    sums.add(ptx=share, loss=args.ptx_coef * share)
             for inputs, micro, last in batch.micro_batches(mini, args.micro_batch_tokens, world):
                 m = micro["response_mask"]  # (n, T), as all of micro and out
                 set_gradient_sync(wrapped, last)
-                out = forward_tokens(wrapped, inputs, m)
+                out = forward_tokens(wrapped, inputs, m, entropy=True)
                 logprobs = out["logprobs"]
                 # Without "start_logprobs", pi_old is "current" (no update yet: `logprobs` equal
                 # them) or "sampler" (then only the log reads them).
@@ -1187,6 +1151,7 @@ def main(args: Args) -> None:
             "objective/kl_coef": kl_coef,
             **adaptive_entropy.metrics(),
             **policy_metrics(total, experience.sampled.scores, kl_coef),
+            **({"loss/ptx": total["ptx"]} if "ptx" in total else {}),
             **batch_metrics(experience.sampled, sampler.reward_sources),
             **mismatch_metrics(total, step, batch),
             "loss/value_avg": total["value_loss"],

@@ -25,9 +25,8 @@ MAY_DIFFER = (  # what has one name and may differ
     # the rows.
     "collect",
     "final_scores",  # ppo.py normalizes and clips scores
-    # ppo.py's supervised rows have a temperature of 1, distill.py's student has a teacher.
+    # Supervised rows of grpo.py and ppo.py have a temperature of 1, distill.py's student a teacher.
     "Policy",
-    "policy_metrics",  # ppo.py adds the loss on supervised rows
     "Args.clip_low",  # its default depends on grpo's --loss
     "Args.clip_high",  # its default depends on grpo's --loss
     "Args.system_prompt",  # grpo.py, rloo.py and ppo.py: by default that of the source of --reward

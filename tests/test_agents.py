@@ -267,7 +267,7 @@ def test_turn_rewards_and_a_last_turn_that_does_not_train(play):
     assert one.reward == 1.0 and not one.outputs["response_mask"][-1]
     assert {len(x) for x in one.outputs.values()} == {len(one.response)}
     mask = torch.tensor([one.outputs["response_mask"]]).bool()
-    earlier = torch.tensor([one.outputs["turn_rewards"]])
+    earlier = torch.tensor(one.outputs["turn_rewards"])[None]
     rewards = ppo.token_rewards(torch.ones(1), None, mask, 0.0, earlier)
     assert rewards[mask].tolist() == [0.0, 0.0, 1.0]
 

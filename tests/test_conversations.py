@@ -319,10 +319,9 @@ def test_logprobs_and_loss_by_hand(batch):
                 count = count + 1
                 loss = loss - advantages[i, t].item() * want
     mask = batch.response_mask
-    mine = grpo.aggregate(
-        -advantages * logprobs, mask, "token", mask.sum().item(), len(batch.samples), 60
-    )
-    assert mine.item() == pytest.approx(loss / count, abs=1e-12)
+    everything = list(range(len(batch.samples)))
+    reduce = grpo.loss_reduction("token", mask, everything, [(0, everything)], 60)
+    assert reduce(-advantages * logprobs, mask).item() == pytest.approx(loss / count, abs=1e-12)
     metrics = conversation_metrics(batch)
     assert metrics["conversation/turns"] == 3 and metrics["stop_reason/done"] == 1
 
@@ -404,10 +403,11 @@ def test_a_string_ends_a_turn(load, tokenizer):
     assert [len(value["rollout_logprobs"]) for value in values] == [5, 7, len(whole[2])]
 
 
-@pytest.mark.parametrize("script", [ppo, rloo])
+@pytest.mark.parametrize("script", [ppo, rloo, grpo])
 def test_rewards_of_turns_reach_the_advantages(script, tmp_path, monkeypatch):
     """In a run; they add up to the score."""
     values = helpers.workspace(tmp_path) | {
+        "run_name": "run",
         "turn_rewards": True,
         "turn_stop": SHORT,
         "non_stop_penalty": False,
@@ -420,17 +420,22 @@ def test_rewards_of_turns_reach_the_advantages(script, tmp_path, monkeypatch):
     }
     values |= {"advantage": "reinforce++"} if script is rloo else {}
     calls = []
-    original = script.token_rewards
-    monkeypatch.setattr(
-        script, "token_rewards", lambda *args: calls.append(args) or original(*args)
-    )
+    name = "turn_advantages" if script is grpo else "token_rewards"
+    original = getattr(script, name)
+    monkeypatch.setattr(script, name, lambda *args: calls.append(args) or original(*args))
     run_here(values, script.__name__)
-    for scores, _, mask, _, turn_rewards in calls:
-        torch.testing.assert_close(turn_rewards.sum(1), scores.float())
+    for scores, *args in calls:
+        turn_rewards = args[0] if script is grpo else args[-1]
+        torch.testing.assert_close(turn_rewards.sum(1), scores.double(), rtol=1e-6, atol=1e-6)
         assert (turn_rewards != 0).sum(1).max() == 3
-        # a score that is more than the turns earned
-        rewards = original(scores + 1, None, mask, 0.0, turn_rewards)
-        torch.testing.assert_close(rewards.sum(1).float(), scores.float() + 1)
+        if script is not grpo:  # a score that is more than the turns earned
+            rewards = original(scores + 1, None, args[1], 0.0, turn_rewards)
+            torch.testing.assert_close(rewards.sum(1).float(), scores.float() + 1)
+    if script is grpo:
+        means = [x[m].mean().item() for x, m in zip(original(scores, *args), args[1])]
+        rows = helpers.read_lines(helpers.folder_of(values) / "samples.jsonl")
+        assert [row["advantage"] for row in rows] == pytest.approx(means[: len(rows)], rel=1e-5)
+        assert metrics_of(values)[-1]["val/zero_advantage"] < 1
 
 
 # ---- whole runs ----------------------------------------------------------------------------------
@@ -441,6 +446,7 @@ def test_sampler_and_trainer_agree_and_two_ranks_are_one(tmp_path):
         "run_name": "one",
         "precision": "float64",
         "turn_stop": SHORT,
+        "turn_rewards": True,
     }
     values |= {
         "environment": helpers.GAME,

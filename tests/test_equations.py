@@ -20,15 +20,14 @@ import ppo
 import rloo
 import utils
 from grpo import (
-    VARIANTS,
     AdaptiveKL,
-    aggregate,
     entropy_from_logprobs,
     group_advantages,
     kl_estimate,
     masked_mean,
     masked_sum,
     policy_loss,
+    turn_advantages,
     weighted_sum,
 )
 from plumbing.data.mixture import mix, take_prompts
@@ -73,23 +72,6 @@ def test_masked_reductions_leak_neither_value_nor_gradient(junk):
     assert torch.equal(gradient, mask.double())
     (gradient,) = torch.autograd.grad(masked_mean(x, mask, 1).sum(), x)
     assert torch.equal(gradient, double([0.5, 0, 0.5], [0, 0, 0], [0.5, 0.5, 0]))
-
-
-def test_aggregate_divides_by_what_the_whole_batch_has():
-    """Of 8 tokens in 4 responses of up to 10 tokens; the losses and gradients of --loss are in
-    tests/agreement.
-    """
-    x = double([1.0, 2.0, NAN], [3.0, INF, NAN])
-    mask = mask_of([2, 1], 3)
-    expected = {
-        "token": 6 / 8,
-        "step_token": 6 / 8,
-        "sequence": 4.5 / 4,
-        "sequence_sum": 6 / 4,
-        "constant": 6 / 40,
-    }
-    found = {how: aggregate(x, mask, how, 8.0, 4, 10).item() for how in expected}
-    assert found == pytest.approx(expected, rel=1e-15)
 
 
 # ---- advantages ----------------------------------------------------------------------------------
@@ -149,6 +131,31 @@ def test_equal_scores_have_advantage_exactly_zero(scale, dtype):
         )
         equal, others = group_advantages(scores, size, scale).split(size)
         assert equal.eq(0).all() and others.ne(0).any()
+
+
+TURNS = [  # the reward of each turn
+    *([1.0, 0.5], [0.0, 0.5, 2.0], [-1.0]),  # the third turn has no other
+    *([0.1, 0.1, 0.3], [0.2], [0.3, 0.1, 0.3]),  # the later turns earn the same
+    *([0.0, 1.0, 0.0, 0.25], [2.0, 2.0, 2.0], [0.0, 0.0]),  # the second one has no score
+]
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_turn_advantages_by_loops(scale):
+    """Turns of two tokens and an observation of one; the second response has a penalty, too."""
+    penalties = [0.0, 0.25, *[0.0] * 5, NAN, 0.0]
+    scores = [sum(x) - y for x, y in zip(TURNS, penalties)]
+    rewards, expected = torch.zeros(2, len(TURNS), 12, dtype=torch.float64)
+    mask = torch.zeros(rewards.shape, dtype=torch.bool)
+    for j in range(4):
+        returns = [sum(x[j:]) - y if len(x) > j else NAN for x, y in zip(TURNS, penalties)]
+        for i, advantage in enumerate(advantages_by_hand(returns, 3, scale)):
+            if len(TURNS[i]) > j:
+                mask[i, 3 * j : 3 * j + 2] = True
+                expected[i, 3 * j : 3 * j + 2] = advantage
+                rewards[i, 3 * j + 1] = TURNS[i][j]
+    close(turn_advantages(double(*scores), rewards, mask, 3, scale), expected, 1e-9)
+    assert (expected[:, 3] != 0).sum() == 4
 
 
 def gdpo_by_hand(sources: list[list[float]], weights: tuple, group_size: int) -> list[float]:
@@ -442,21 +449,6 @@ def test_weights_of_responses_by_loops():
     counts = grpo.off_policy_mask(now, sampled, A, mask, 0.05)
     assert counts.tolist() == [[x] * 5 for x in counting]
     assert grpo.off_policy_mask(now, sampled, A, mask, 0.0).all()
-
-
-def test_variants_are_those_of_their_papers():
-    assert VARIANTS == {
-        "grpo": ("ppo", "sequence", "group", 0.2, 0.2),
-        "dr_grpo": ("ppo", "constant", "none", 0.2, 0.2),
-        "dapo": ("ppo", "step_token", "group", 0.2, 0.28),
-        "bnpo": ("ppo", "token", "group", 0.2, 0.2),
-        "gspo": ("gspo", "sequence", "group", 3e-4, 4e-4),
-        "cispo": ("cispo", "token", "group", 1.0, 4.0),
-        "sapo": ("sapo", "sequence", "group", 0.0, 0.0),
-        "reinforce": ("reinforce", "token", "group", 0.0, 0.0),
-        "dppo": ("dppo", "token", "group", 0.2, 0.2),
-        "dppo_kl": ("dppo_kl", "token", "group", 0.05, 0.05),
-    }
 
 
 # ---- scores --------------------------------------------------------------------------------------

@@ -87,6 +87,8 @@ class Runs:
                 [values["reward"]] if isinstance(values["reward"], str) else values["reward"]
             )
             values["reward"] = (function.replace("reward.py", "gaps.py"), *judges)
+        if "ptx_coef" in changes:
+            values["ptx_dataset"] = values["dataset"]
         ranks, values["shard"], values["micro_batch_tokens"], values["gradient_checkpointing"] = cut
         return {**values, "run_name": "-".join(map(str, (name, precision, *cut)))}
 

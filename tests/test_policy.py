@@ -98,7 +98,7 @@ def test_statistics_by_a_plain_forward_of_each_row(load, family, temperature):
     """
     batch = random_batch()
     policy = policy_of(load(family, F64), temperature)
-    outputs = policy(*batch.collate(ALL))
+    outputs = policy(*batch.collate(ALL), entropy=True)
     assert list(outputs) == ["logprobs", "entropies"]
     plain = [
         (plain_logprobs(policy.model, *pair, temperature), pair[1]) for pair in pairs_of(batch)
@@ -117,7 +117,7 @@ def test_statistics_by_a_plain_forward_of_each_row(load, family, temperature):
     for budget, ranks in ((1, 1), (20, 1), (1000, 3), (20, 12)):
         for rank in range(ranks):
             for inputs, t, _ in batch.micro_batches(ALL, budget, utils.World(rank, ranks, CPU)):
-                out = forward_tokens(policy, inputs, t["response_mask"])
+                out = forward_tokens(policy, inputs, t["response_mask"], entropy=True)
                 (
                     out["logprobs"] * t["weights"] + out["entropies"] * t["weights"].square()
                 ).sum().backward()
@@ -159,7 +159,7 @@ def test_chunks_change_neither_values_nor_gradients_and_bound_the_logits(
     for chunk in (1, 3, tokens, 1000):
         monkeypatch.setattr(grpo, "CHUNK_TOKENS", chunk)
         rows.clear()
-        out = policy(*batch.collate(ALL))
+        out = policy(*batch.collate(ALL), entropy=True)
         # prompts' logits are never computed
         assert max(rows) == min(chunk, tokens) and sum(rows) == tokens
         ((out["logprobs"] * weights).sum() + (out["entropies"] * weights.square()).sum()).backward()
@@ -180,10 +180,10 @@ def test_an_entropy_that_is_only_logged_cannot_enter_a_loss(load, recomputes):
     model = load("gpt_neox", F64)
     inputs = batch.collate(ALL)
     mask = batch.response_mask
-    logged = forward_tokens(
-        policy_of(model, trains_entropy=False, recomputes=recomputes), inputs, mask
+    logged, trained = (
+        forward_tokens(policy_of(model, 1.0, trains, recomputes), inputs, mask, entropy=True)
+        for trains in (False, True)
     )
-    trained = forward_tokens(policy_of(model, recomputes=recomputes), inputs, mask)
     assert all(torch.equal(logged[name], trained[name]) for name in ("logprobs", "entropies"))
     (logged["logprobs"] * logged["entropies"].detach()).sum().backward(retain_graph=True)
     with pytest.raises(

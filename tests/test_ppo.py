@@ -164,12 +164,12 @@ def test_values_are_read_where_each_token_is_predicted(model_folder, tmp_path, f
 @pytest.mark.parametrize(
     "budget, ranks", [(1, 1), (14, 1), (1000, 1), (1, 2), (1000, 2), (1000, 12)]
 )
-def test_ptx_loss_adds_the_gradient_of_the_cross_entropy(load, monkeypatch, budget, ranks):
+def test_ptx_losses_add_the_gradient_of_the_cross_entropy(load, monkeypatch, budget, ranks):
     """At temperature 1 under a policy of 0.6, on top of what is there, in any cut and on more ranks
     than rows.
     """
     monkeypatch.setattr(ppo, "CHUNK_TOKENS", 3)
-    args = SimpleNamespace(ptx_coef=0.3, micro_batch_tokens=budget)
+    args = SimpleNamespace(ptx_batch_size=len(ALL), micro_batch_tokens=budget, seed=1)
     of_policy = SimpleNamespace(temperature=0.6, entropy_coef=0.0, gradient_checkpointing=False)
     policy = ppo.Policy(load("gpt_neox", F64), of_policy)
     pairs = pairs_of(random_batch())
@@ -179,15 +179,15 @@ def test_ptx_loss_adds_the_gradient_of_the_cross_entropy(load, monkeypatch, budg
         for (q, r), m in zip(pairs, masks)
     ]
     expected = sum(losses) / sum(map(sum, masks))
-    (0.3 * expected).backward()
+    expected.backward()
     gradient = gradient_of(policy)
     total = 0.0
     policy.model.get_output_embeddings().weight.grad = before = torch.ones(32, 16, dtype=F64)
     rows = [{"query": q, "response": r, "mask": m} for (q, r), m in zip(pairs, masks)]
-    optimizer = SimpleNamespace(backward=lambda loss: (loss * ranks).backward())
     for rank in range(ranks):
-        world = utils.World(rank, ranks, CPU)
-        total += ppo.ptx_loss(policy, rows, args, optimizer, world).item()
+        for loss in ppo.ptx_losses(policy, rows, args, 0, utils.World(rank, ranks, CPU)):
+            (loss * ranks).backward()
+            total += loss.item()
     before -= 1
     assert relative(gradient_of(policy) / ranks, gradient) < 1e-10
     assert total == pytest.approx(expected.item(), rel=1e-12)
@@ -402,8 +402,14 @@ def test_critic_warm_up(base, tmp_path, monkeypatch):
     )
     values |= {"critic_num_epochs": 1, "critic_mini_batch_size": 3}
     imitated = []
-    original = ppo.ptx_loss
-    monkeypatch.setattr(ppo, "ptx_loss", lambda *args: imitated.extend(args[1]) or original(*args))
+    original = ppo.take_prompts
+
+    def take(*args):
+        rows = original(*args)
+        imitated.extend(row for row in rows if row["response"])
+        return rows
+
+    monkeypatch.setattr(ppo, "take_prompts", take)
     changes = {"ptx_dataset": base["dataset"], "ptx_batch_size": 4, "ref_model": ""}
     run_here({**values, **changes}, "ppo")
     # each row once a pass

@@ -241,15 +241,13 @@ def test_only_what_has_a_score_is_in_the_means(base, tmp_path, script, monkeypat
     """
     module = __import__(script)
     collects = []
-    divisors = []
+    reductions = []
     collect = module.collect
-    aggregate = module.aggregate
+    reduction = module.loss_reduction
     monkeypatch.setattr(
         module, "collect", lambda *a, **o: collects.append(collect(*a, **o)) or collects[-1]
     )
-    monkeypatch.setattr(
-        module, "aggregate", lambda *a, **o: divisors.append((o, a[1])) or aggregate(*a, **o)
-    )
+    monkeypatch.setattr(module, "loss_reduction", lambda *a: reductions.append(a) or reduction(*a))
     values = variant(
         base, tmp_path, filter_groups="drop", mask_truncated=True, micro_batch_tokens=10_000
     )
@@ -266,9 +264,8 @@ def test_only_what_has_a_score_is_in_the_means(base, tmp_path, script, monkeypat
     lengths = [len(samples[i].response) for i in kept]
     assert 0 < len(samples) < 32 and len(kept) < len(samples)
     assert all(experience.batch.stopped[i] for i in kept)
-    for options, mask in divisors:
-        assert options["sequences"] == len(kept) and options["tokens"] == sum(lengths)
-        assert sorted(mask.sum(1).tolist()) == sorted(lengths)
+    for _, mask, mini, *_ in reductions:
+        assert sorted(mini) == kept and sorted(mask[mini].sum(1).tolist()) == sorted(lengths)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -15,7 +15,7 @@ from pathlib import Path
 from conftest import ROOT
 
 SCRIPTS = {
-    "grpo": 5_900,
+    "grpo": 6_150,
     "rloo": 5_800,
     "ppo": 7_700,
     "distill": 3_800,
@@ -96,7 +96,7 @@ def table() -> dict[str, tuple[int, int]]:
             sum(path.parent.name == "plumbing" for path in plumbing),
             3,
         ),
-        "tests/, tokens": (tokens("tests/**/*.py"), 147_950),
+        "tests/, tokens": (tokens("tests/**/*.py"), 148_250),
         "web files of the report, lines": (
             lines(*(f"assets/report/*.{end}" for end in ("js", "css", "html"))),
             500,

@@ -229,7 +229,8 @@ class Conversations:
         if getattr(self.args, "turn_rewards", False):  # parts of the score
             weight = dict(zip(self.args.reward, reward_weights(self.args)))["episode"]
             earned = [conversation.rewards.get(t, 0.0) for t in range(len(conversation.response))]
-            conversation.outputs["turn_rewards"] = [weight * reward for reward in earned]
+            # float64, as the score, from which they are subtracted
+            conversation.outputs["turn_rewards"] = weight * np.array(earned)
         read = {"turns": conversation.turns, "episode": conversation.reward}
         conversation.row = {**conversation.row, **read}
 

@@ -46,7 +46,7 @@ class Sample:
     row: Row
     # (T,) int32, up to and including the stop token; observations of a conversation, too
     response: np.ndarray | list[int]
-    outputs: Mapping[str, np.ndarray | list]  # (T,) float32, by name
+    outputs: Mapping[str, np.ndarray | list]  # (T,) by name; a list becomes float32
     stopped: bool  # whether it ended before --max_response_length cut it off
     conversation: "Conversation | None" = None  # with --tools or --environment
     text: str = ""
@@ -60,7 +60,9 @@ class Sample:
         token.
         """
         self.response = np.asarray(self.response, np.int32)
-        self.outputs = {name: np.asarray(x, np.float32) for name, x in self.outputs.items()}
+        self.outputs = {
+            name: np.asarray(x, getattr(x, "dtype", np.float32)) for name, x in self.outputs.items()
+        }
 
     @property
     def contexts(self) -> list[tuple]:

@@ -17,6 +17,7 @@ test_agree.py compares. Of each entry of steps.yaml three are made:
 """
 
 import contextlib
+import functools
 import importlib
 import io
 import json
@@ -281,7 +282,7 @@ def kl_and_values(x: dict[str, Tensor]) -> dict[str, Tensor]:
     for clip in (0.2, 0.0):
         leaf = x["values"].clone().requires_grad_()
         losses, _ = ppo.value_loss(leaf, x["old_values"], x["returns"], clip)
-        loss = grpo.aggregate(losses, mask, "token", mask.sum().item(), len(mask), mask.shape[1])
+        loss = reduction("token", mask)(losses, mask)
         name = "value loss" + (", no clip" if not clip else "")
         quantities[name] = loss.detach()
         quantities[f"{name}, gradient"] = torch.autograd.grad(loss, leaf)[0]
@@ -339,6 +340,12 @@ def arguments(step: str, folder: str, x: dict[str, Tensor], G: int):
     return module, module.Args(**{**same, **own, **flags})
 
 
+def reduction(how: str, mask: Tensor):
+    """Return `grpo.loss_reduction` for all responses in one update."""
+    everything = list(range(len(mask)))
+    return grpo.loss_reduction(how, mask, everything, [(0, everything)], mask.shape[1])
+
+
 def loss_of_logprobs(step: str, folder: str, x: dict[str, Tensor], G: int) -> dict[str, Tensor]:
     """Return a step's loss and its gradient (N, T) by the equations of its script, of given
     log-probabilities.
@@ -385,9 +392,7 @@ def loss_of_logprobs(step: str, folder: str, x: dict[str, Tensor], G: int) -> di
         leaf, x["rollout_logprobs"], advantages, mask, args.off_policy_delta
     )
 
-    def reduce_loss(losses: Tensor) -> Tensor:
-        return grpo.aggregate(losses, mask, how, mask.sum().item(), len(mask), mask.shape[1])
-
+    reduce_loss = functools.partial(reduction(how, mask), mask=mask)
     choices = {"": reduce_loss(losses * weights)}
     if args.kl_coef:
         kl = grpo.kl_estimate(leaf, x["ref_logprobs"], args.kl_estimator)
