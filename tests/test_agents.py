@@ -26,7 +26,7 @@ from plumbing.rollout.batch import Batch, Sample, forward_batch
 # Runs the code of its row, which may call ask(messages..., options of the API).
 AGENT = """
 import json, os, signal, socket, threading, time, urllib.request
-import openai
+import anthropic, openai
 
 CLIENT = openai.OpenAI(base_url="http://127.0.0.1", api_key="none", max_retries=0)
 
@@ -147,6 +147,102 @@ def test_a_conversation_keeps_its_tokens(play):
     assert [message["content"] for message in one.turns] == ["", "", "It is 3."]
     trained = [x for x, m in zip(one.outputs["further"], one.outputs["response_mask"]) if m]
     assert trained == list(map(float, sum(sampled, [])))
+
+
+# The same conversation by other APIs: after each answer a thought comes back, and the sum as a result.
+CLIENTS = {
+    "responses": """
+function = tools[0]["function"]
+given = [user("1+2?")]
+while True:
+    options = dict(model="m", instructions="Add.", tools=[{"type": "function", "strict": True, **function}])
+    if STREAM:
+        with client.responses.stream(input=given, **options) as stream:
+            answer = stream.get_final_response()
+    else:
+        answer = client.responses.create(input=given, **options)
+    given += answer.output
+    calls = [item for item in answer.output if item.type == "function_call"]
+    if not calls:
+        break
+    assert json.loads(calls[0].arguments) == {"a": 1, "b": 2} and not answer.output_text
+    given += [{"type": "function_call_output", "call_id": call.call_id, "output": "3"} for call in calls]
+assert answer.output[0].content[0].text == "Sure."
+reward, cut = float(answer.output_text[-2]), client.responses.create(model="m", input="y", max_output_tokens=1)
+assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+assert answer.usage.output_tokens > 10
+""",
+    "messages": """
+client = anthropic.Anthropic(base_url=url.removesuffix("/v1"), api_key="none", max_retries=0)
+function = tools[0]["function"]
+schema = function.pop("parameters")
+given = [user("1+2?")]
+while True:
+    cached = {"type": "text", "text": "Add.", "cache_control": {"type": "ephemeral"}}
+    options = dict(model="m", max_tokens=99, system=[cached], tools=[{**function, "input_schema": schema}])
+    if STREAM:
+        with client.messages.stream(messages=given, **options) as stream:
+            answer = stream.get_final_message()
+    else:
+        answer = client.messages.create(messages=given, **options)
+    given.append({"role": "assistant", "content": answer.content})
+    calls = [block for block in answer.content if block.type == "tool_use"]
+    if not calls:
+        break
+    assert calls[0].input == {"a": 1, "b": 2} and answer.stop_reason == "tool_use"
+    results = [{"type": "tool_result", "tool_use_id": call.id, "content": "3"} for call in calls]
+    given.append({"role": "user", "content": results})
+assert answer.content[0].thinking == "Sure." and answer.stop_reason == "end_turn"
+reward = float(answer.content[1].text[-2])
+cut = client.messages.create(model="m", messages=[user("y")], max_tokens=1, stop_sequences=["z"])
+assert cut.stop_reason == "max_tokens" and answer.usage.output_tokens > 10
+""",
+    "agents": """
+import agents, asyncio
+agents.set_tracing_disabled(True)
+seen = openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0)
+agents.set_default_openai_client(seen, use_for_tracing=False)
+@agents.function_tool
+def add(a: int, b: int) -> int:
+    return a + b
+adder = agents.Agent(name="adder", instructions="Add.", tools=[add])
+async def run():
+    if not STREAM:
+        return await agents.Runner.run(adder, "1+2?")
+    result = agents.Runner.run_streamed(adder, "1+2?")
+    async for _ in result.stream_events():
+        pass
+    return result
+reward = float(asyncio.run(run()).final_output[-2])
+ask(user("y"))
+""",
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("api", CLIENTS)
+def test_other_apis_keep_the_tokens(play, api, stream):
+    """Thoughts and calls that come back are the tokens that were sampled."""
+    if api == "agents":
+        pytest.importorskip("agents")  # openai-agents, which tests do not install
+    says = (
+        f"<think>\nI call.\n</think>\n\n{CALL}",
+        f"<think>again</think>{CALL}",
+        "<think>\nSure.\n</think>\n\nIt is 3.",
+        "ok",
+    )
+    [one], engine = play(f"STREAM = {stream}" + CLIENTS[api], says=says)
+    assert (one.error, one.reward, len(one.starts)) == ("", 3.0, 1)
+    queries, sampled = zip(*[(request["query"], request["ids"]) for request in engine.asked])
+    whole = (queries[2] + sampled[2], sum(sampled[:3], []))
+    assert whole in contexts_of(one) and len(queries) == 4
+    first = engine.tokenizer.decode(queries[0])
+    assert "<|im_start|>system\nAdd.<|im_end|>" in first and '"name": "add"' in first
+    assert [turn.get("reasoning_content") for turn in one.turns[:3]] == [
+        "I call.",
+        "again",
+        "Sure.",
+    ]
 
 
 BRANCHES = """
