@@ -12,6 +12,7 @@ with all of its messages in its prompt. A response has one context or more; each
 import asyncio
 import copy
 import functools
+import itertools
 import json
 import secrets
 import time
@@ -19,10 +20,12 @@ from dataclasses import dataclass, field
 from typing import Callable
 
 from aiohttp import web
+from aiohttp.log import server_logger
 
 from extras.episodes.apis import APIS, Api
 from extras.episodes.conversations import Conversation, Conversations
 from extras.episodes.tool_processes import EnvironmentFailure
+from extras.http_log import in_one_line
 from plumbing.data.messages import read_messages
 from plumbing.models.config import positions_of
 from utils import first_line
@@ -70,6 +73,7 @@ class Agents(Conversations):
     def __init__(self, args, tokenizer, stop_ids: list[int]):
         """Load the agent, and check the chat template; raise a UserError where they do not fit."""
         super().__init__(args, tokenizer, stop_ids)
+        server_logger.addFilter(in_one_line)
         longest = args.max_prompt_length + args.max_response_length
         self.longest = min(longest, positions_of(args.model))
         # By the tools of a request, JSON.
@@ -84,24 +88,25 @@ class Agents(Conversations):
         async def respond(api: Api, request: web.Request) -> web.Response:
             turn = Turn()
             turns.append(turn)
-            status = 400
             try:
-                asked = json.loads(await request.read())  # of which the rest may never come
+                body = await request.read()  # of which the rest may never come
+            except web.HTTPRequestEntityTooLarge:
+                turns.remove(turn)
+                raise
+            try:
+                asked = json.loads(body)
                 answer = await self._answer(api.to_chat(asked), turn, turns, sample, api)
                 if asked.get("stream"):
                     events = api.stream(api.from_chat(answer))
                     return web.Response(text=events, content_type="text/event-stream")
                 return web.json_response(api.from_chat(answer))
-            except web.HTTPRequestEntityTooLarge as error:
-                status = 413
-                reason = error.text
             except KeyError as error:
                 reason = f"{error} is missing"
             except Exception as error:  # of any type: a template may raise it
                 reason = f"{type(error).__name__}: {first_line(error)}"
             turns.remove(turn)
-            error = {"type": "invalid_request_error", "message": reason}
-            return web.json_response({"type": "error", "error": error}, status=status)
+            error = {"message": reason, "type": "invalid_request_error"}
+            return web.json_response({"error": error, "type": "error"}, status=400)
 
         async def models(_) -> web.Response:
             return web.json_response(
@@ -160,7 +165,7 @@ class Agents(Conversations):
         # The engine would fail, and the run.
         if not prompt or length < 1 or args.temperature < 0 or not all(map(str.encode, stops)):
             raise ValueError(
-                f"the prompt has {len(prompt)} tokens, of {self.longest} with the answer; "
+                f"the prompt has {len(prompt)} tokens, and the maximum context length is {self.longest}; "
                 "max_tokens has to be 1 or more, temperature 0 or more, and stop without empty texts"
             )
         args.turn_stop = (*args.turn_stop, *stops)
@@ -242,11 +247,14 @@ def completion(turn: Turn, message: dict, reason: str, model: str) -> dict:
 
 def plain(messages: list[dict]) -> list[dict]:
     """Return what messages say, however a client library writes it, as chat templates read it; raise
-    UserError, with the turn and key, for what cannot be read.
+    UserError, with the turn and key, or ValueError, for what cannot be read.
 
     A key without a value counts as none. A result has the name of the call that its id belongs to.
     """
     given = [{"content": ""} | {name: x for name, x in turn.items() if x} for turn in messages]
+    for part in itertools.chain(*(turn["content"] for turn in given)):
+        if isinstance(part, dict) and part.get("type") != "text":
+            raise ValueError(f"a part of type {part.get('type')!r} is not supported, only text is")
     names: dict[str, str] = {}  # of calls, by their ids
     said = []
     for message in read_messages("messages", given):
