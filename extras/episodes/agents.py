@@ -85,28 +85,29 @@ class Agents(Conversations):
         """Have the agent make a response."""
         turns: list[Turn] = []
 
+        def refuse(turn: Turn, reason: str | None, status: int = 400) -> web.Response:
+            turns.remove(turn)
+            error = {"message": reason, "type": "invalid_request_error"}
+            return web.json_response({"error": error, "type": "error"}, status=status)
+
         async def respond(api: Api, request: web.Request) -> web.Response:
             turn = Turn()
             turns.append(turn)
             try:
                 body = await request.read()  # of which the rest may never come
-            except web.HTTPRequestEntityTooLarge:
-                turns.remove(turn)
-                raise
+            except web.HTTPRequestEntityTooLarge as error:
+                return refuse(turn, error.text, 413)
             try:
                 asked = json.loads(body)
                 answer = await self._answer(api.to_chat(asked), turn, turns, sample, api)
-                if asked.get("stream"):
-                    events = api.stream(api.from_chat(answer))
-                    return web.Response(text=events, content_type="text/event-stream")
-                return web.json_response(api.from_chat(answer))
             except KeyError as error:
-                reason = f"{error} is missing"
+                return refuse(turn, f"{error} is missing")
             except Exception as error:  # of any type: a template may raise it
-                reason = f"{type(error).__name__}: {first_line(error)}"
-            turns.remove(turn)
-            error = {"message": reason, "type": "invalid_request_error"}
-            return web.json_response({"error": error, "type": "error"}, status=400)
+                return refuse(turn, f"{type(error).__name__}: {first_line(error)}")
+            answer = api.from_chat(answer)
+            if asked.get("stream"):
+                return web.Response(text=api.stream(answer), content_type="text/event-stream")
+            return web.json_response(answer)
 
         async def models(_) -> web.Response:
             return web.json_response(

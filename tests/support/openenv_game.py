@@ -35,5 +35,5 @@ class Game(Environment):
         return Hint(text=text or "", reward=reward, done=done)
 
 
-app = create_fastapi_app(Game, Guess, Hint, max_concurrent_envs=64)
+app = create_fastapi_app(Game, Guess, Hint, max_concurrent_envs=512)
 uvicorn.run(app, port=int(sys.argv[1]), log_level="warning")
