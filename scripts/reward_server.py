@@ -24,12 +24,14 @@ from typing import Iterator, Literal
 
 import repository  # noqa: F401
 from aiohttp import web
+from aiohttp.log import server_logger
 from pydantic import BaseModel, model_validator
 from pydantic.dataclasses import dataclass
 from server_key import has_key, require_key
 from yarl import URL
 
 import utils
+from extras.http_log import in_one_line
 from plumbing import cli
 from plumbing.cli import Port, PositiveInt, RewardArgs, Seconds
 from plumbing.data.formats import named_sources
@@ -133,6 +135,7 @@ async def serve(scorer: Scorer, listener: socket.socket) -> None:
     A request is scored part by part, and each part waits for a turn of its client: so no request
     waits for all of another one, and no client for all requests of another one.
     """
+    server_logger.addFilter(in_one_line)
     turns = defaultdict(lambda: asyncio.Semaphore(PARTS))
     busy = set()  # connections with a request that has come whole
 

@@ -2,14 +2,19 @@
 
 import asyncio
 import json
+import os
 import re
+import socket
+import subprocess
+import textwrap
 import threading
+import time
 import types
 
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, table
+from helpers import ROOT, free_port, table
 from test_turns import ADD, QWEN25
 from test_turns import tokenizer_of as tokenizer_of  # a fixture
 from tiny_models import CPU, random_model
@@ -26,7 +31,8 @@ from plumbing.rollout.batch import Batch, Sample, forward_batch
 # Runs the code of its row, which may call ask(messages..., options of the API).
 AGENT = """
 import json, os, signal, socket, threading, time, urllib.request
-import openai
+import anthropic, openai
+import anthropic.resources.messages, openai.resources.responses  # slow, once
 
 CLIENT = openai.OpenAI(base_url="http://127.0.0.1", api_key="none", max_retries=0)
 
@@ -74,23 +80,29 @@ class Engine:
 
 @pytest.fixture(scope="module")
 def play(tokenizer_of, tmp_path_factory):
-    """A function: codes of agents, what the engine says, flags -> conversations, engine."""
+    """A function: codes of agents, or columns of rows; what the engine says; flags ->
+    conversations, engine.
+    """
     path = tmp_path_factory.mktemp("agent") / "agent.py"
     path.write_text(AGENT)
     tokenizer = tokenizer_of(QWEN25)
     made = {}
 
-    def play(*codes: str, says=("ok",), script=grpo, **flags) -> tuple[list[Conversation], Engine]:
+    def play(*codes, says=("ok",), script=grpo, **flags) -> tuple[list[Conversation], Engine]:
         key = str(flags)
         if key not in made:
             args = script.Args(**{"agent": f"{path}:play", "reward": ("episode",)} | flags)
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(agents, "positions_of", lambda _: 600)
+                patch.setattr(agents, "positions_of", lambda _: 1000)
                 stop = tokenizer.convert_tokens_to_ids("<|im_end|>")
                 made[key] = Agents(args, tokenizer, [stop])
         engine = Engine(tokenizer, *says)
         rows = [
-            {"query": [5], "prompt": "", "columns": {"code": code, "tools": [ADD]}}
+            {
+                "query": [5],
+                "prompt": "",
+                "columns": code if isinstance(code, dict) else {"code": code, "tools": [ADD]},
+            }
             for code in codes
         ]
         ended = {}
@@ -149,6 +161,104 @@ def test_a_conversation_keeps_its_tokens(play):
     assert trained == list(map(float, sum(sampled, [])))
 
 
+# A conversation by other APIs: thoughts and calls come back, and a sum as the result of a tool.
+CLIENTS = {
+    "responses": """
+function = {"type": "function", "strict": True, **tools[0]["function"]}
+options = dict(model="m", instructions="Add.", tools=[function])
+while True:
+    if STREAM:
+        with client.responses.stream(input=given, **options) as stream:
+            answer = stream.get_final_response()
+    else:
+        answer = client.responses.create(input=given, **options)
+    given += answer.output
+    calls = [item for item in answer.output if item.type == "function_call"]
+    if not calls:
+        break
+    assert json.loads(calls[0].arguments) == {"a": 1, "b": 2} and not answer.output_text
+    given += [{"type": "function_call_output", "call_id": call.call_id, "output": "3"} for call in calls]
+assert answer.output[0].content[0].text == "Sure." and answer.usage.output_tokens > 10
+said.append(answer.output_text)
+cut = lambda: client.responses.create(model="m", input="y", max_output_tokens=1).incomplete_details.reason
+""",
+    "messages": """
+client = anthropic.Anthropic(base_url=url.removesuffix("/v1"), api_key="none", max_retries=0)
+function = dict(tools[0]["function"])
+function["input_schema"] = function.pop("parameters")
+system = [{"type": "text", "text": "Add.", "cache_control": {"type": "ephemeral"}}]
+options = dict(model="m", max_tokens=99, system=system, tools=[function], tool_choice={"type": "auto"})
+while True:
+    if STREAM:
+        with client.messages.stream(messages=given, **options) as stream:
+            answer = stream.get_final_message()
+    else:
+        answer = client.messages.create(messages=given, **options)
+    given.append({"role": "assistant", "content": answer.content})
+    calls = [block for block in answer.content if block.type == "tool_use"]
+    if not calls:
+        break
+    assert calls[0].input == {"a": 1, "b": 2} and answer.stop_reason == "tool_use"
+    results = [{"type": "tool_result", "tool_use_id": call.id, "content": "3"} for call in calls]
+    given.append({"role": "user", "content": results})
+thought, text = answer.content
+assert (thought.thinking, answer.stop_reason, answer.usage.output_tokens > 10) == ("Sure.", "end_turn", True)
+said.append(text.text)
+cut = lambda: client.messages.create(model="m", messages=[user("y")], max_tokens=1).stop_reason
+""",
+    "agents": """
+import agents, asyncio
+agents.set_tracing_disabled(True)
+asked = openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0)
+agents.set_default_openai_client(asked, use_for_tracing=False)
+@agents.function_tool
+def add(a: int, b: int) -> int:
+    return a + b
+adder = agents.Agent(name="adder", instructions="Add.", tools=[add])
+async def run():
+    if not STREAM:
+        return await agents.Runner.run(adder, given)
+    result = agents.Runner.run_streamed(adder, given)
+    async for _ in result.stream_events():
+        pass
+    return result
+said.append(asyncio.run(run()).final_output)
+cut = lambda: ask(user("y"), max_tokens=1).finish_reason
+""",
+}
+TWICE = """
+said = []
+for STREAM in (False, True):
+    given = [user(f"1+2? {STREAM}")]
+    CODE
+assert said == ["It is 3."] * 2, said
+reward = ("length", "max_tokens", "max_output_tokens").index(cut())
+"""
+
+
+@pytest.mark.parametrize("reward, api", [*enumerate(["agents", "messages", "responses"])])
+def test_other_apis_keep_the_tokens(play, api, reward):
+    """Thoughts and calls that come back are the tokens that were sampled; streamed or not."""
+    if api == "agents":
+        pytest.importorskip("agents")  # openai-agents, which tests do not install
+    says = (
+        f"<think>\nI call.\n</think>\n\n{CALL}",
+        f"<think>again</think>{CALL}",
+        "<think>\nSure.\n</think>\n\nIt is 3.",
+    )
+    code = TWICE.replace("CODE", textwrap.indent(CLIENTS[api], "    ").lstrip())
+    [one], engine = play(code, says=says * 2 + ("ok",))
+    assert (one.error, one.reward, len(one.starts)) == ("", reward, 2)
+    queries, sampled = zip(*[(request["query"], request["ids"]) for request in engine.asked])
+    for last in (2, 5):
+        whole = queries[last] + sampled[last], sum(sampled[last - 2 : last + 1], [])
+        assert whole in contexts_of(one)
+        first = engine.tokenizer.decode(queries[last - 2])
+        assert "<|im_start|>system\nAdd.<|im_end|>" in first and '"name": "add"' in first
+    thoughts = sorted(turn.get("reasoning_content", "") for turn in one.turns)
+    assert thoughts == ["", *["I call."] * 2, *["Sure."] * 2, *["again"] * 2]
+
+
 BRANCHES = """
 plan = ask(user("x")).message
 side_by_side(
@@ -197,7 +307,14 @@ assert chunks[0].usage.total_tokens == chunks[0].usage.prompt_tokens + 3
 assert client.models.list().data[0].id
 for options in requests["read"]:
     client.chat.completions.create(model="m", messages=[user("x")], extra_body=options)
-refused = [*requests["refused"], [{"messages": [user("x" * 700)]}, "of 600"]]
+for method, body, words in requests["refused by others"]:
+    try:
+        client.post(f"/{method}", cast_to=object, body=body)
+    except openai.BadRequestError as error:
+        assert words in error.body["message"], error
+    else:
+        raise AssertionError(body)
+refused = [*requests["refused"], [{"messages": [user("x" * 1100)]}, "is 1000"]]
 for options, words in refused:
     try:
         client.chat.completions.create(model="m", messages=[user("x")], extra_body=options)
@@ -206,9 +323,9 @@ for options, words in refused:
     else:
         raise AssertionError(options)
 try:
-    ask(user("x" * 40_000))
+    ask(user("x" * 70_000))
 except openai.APIStatusError as error:
-    assert error.status_code == 413 and "size 38400 exceeded" in str(error), (error.status_code, str(error))
+    assert error.status_code == 413 and "size 64000 exceeded" in str(error), (error.status_code, str(error))
 else:
     raise AssertionError("not refused")
 """
@@ -272,6 +389,72 @@ def test_turn_rewards_and_a_last_turn_that_does_not_train(play):
     assert rewards[mask].tolist() == [0.0, 0.0, 1.0]
 
 
+def server_of(*command, port: int, **variables) -> subprocess.Popen:
+    """A server in a process of its own, once it listens."""
+    process = subprocess.Popen(list(map(str, command)), env=os.environ | variables)
+    while process.poll() is None:
+        with socket.socket() as client:
+            if client.connect_ex(("127.0.0.1", port)) == 0:
+                return process
+        time.sleep(0.1)
+    raise AssertionError(f"{command} has ended")
+
+
+def python_of(hub: str) -> str:
+    """The interpreter of a virtual environment that has a hub's package, which tests do not
+    install: as in VERIFIERS_PYTHON=hub/bin/python.
+    """
+    name = f"{hub.upper()}_PYTHON"
+    return os.environ.get(name) or pytest.skip(f"{name} is not set")
+
+
+def test_an_environment_of_verifiers(play, tmp_path, monkeypatch):
+    python = python_of("verifiers")
+    port = free_port()
+    monkeypatch.setenv("VERIFIERS_PORT", str(port))
+    config = {"taskset": {"id": "sums"}, "select": {"limit": 3}}
+    config["agent"] = {"runtime": {"type": "subprocess"}}
+    (tmp_path / "sums.json").write_text(json.dumps(config))
+    rows = tmp_path / "tasks.jsonl"
+    agent = f"{ROOT}/scripts/train/verifiers_agent.py"
+    command = python, agent, tmp_path / "sums.json", rows
+    server = server_of(*command, port=port, PYTHONPATH=f"{ROOT}/tests/support")
+    try:
+        first, *_, last = map(json.loads, rows.read_text().splitlines())
+        assert (first, last["task"]) == ({"prompt": "100+103=", "task": 0}, 2)
+        (right, wrong), engine = play(first, last, says=["203"], agent=f"{agent}:play")
+        (failed,), _ = play(
+            {"task": 0}, agent=f"{agent}:play", max_prompt_length=1, max_response_length=1
+        )
+    finally:
+        server.kill()
+        server.wait()
+    assert (right.error, right.reward, wrong.error, wrong.reward) == ("", 1.0, "", 0.0)
+    questions = [engine.tokenizer.decode(request["query"]) for request in engine.asked]
+    assert sorted(map(bool, map(re.compile("100[+]103=").search, questions))) == [False, True]
+    assert "ProviderError" in failed.error and "maximum context length" in failed.error
+
+
+def test_a_server_of_openenv(play, monkeypatch):
+    """The game of assets/guess."""
+    python = python_of("openenv")
+    port = free_port()
+    monkeypatch.setenv("OPENENV_URL", f"http://127.0.0.1:{port}")
+    server = server_of(python, ROOT / "tests/support/openenv_game.py", port, port=port)
+    row = {"prompt": "1-31:", "secret": 7}
+    agent = f"{ROOT}/scripts/train/openenv_agent.py:play"
+    says = ["9", '{"guess": 1}', '{"response": "7"}']
+    try:
+        (found,), engine = play(row, says=says, agent=agent)
+        (lost,), _ = play(row, agent=agent, max_turns=2)
+    finally:
+        server.kill()
+        server.wait()
+    assert (found.error, found.reward, lost.error, lost.reward) == ("", 1.0, "", 0.0)
+    assert "\nlower <|im_end|>" in engine.tokenizer.decode(engine.asked[1]["query"])
+    assert "Field required" in engine.tokenizer.decode(engine.asked[2]["query"])
+
+
 BAD = {
     "raises": ("ask(user('x')); 1 / 0", "play: ZeroDivisionError .*: division by zero"),
     "hangs": ("ask(user('x')); time.sleep(60)", "play: TimeoutError .*: no answer in time"),
@@ -291,6 +474,13 @@ BAD = {
         "ask(user('y'))",
         "play ended before the answer to its request",
     ),
+    "speaks no HTTP": (
+        "host, port = url[7:].split('/', 1)[0].split(':')\n"
+        "s = socket.create_connection((host, int(port)))\n"
+        "s.sendall(b'POST / HTTP/1.1\\r\\nHost x\\r\\n\\r\\n')\n"
+        "assert b' 400 ' in s.recv(99)",
+        "play asked for nothing that trains",
+    ),
     "does not wait": (
         "threading.Thread(target=ask, args=[user('x')], daemon=True).start(); time.sleep(0.1)",
         "play (ended before the answer to its request|asked for nothing that trains)",
@@ -302,8 +492,8 @@ BAD = {
 }
 
 
-def test_bad_agents_fail_alone(play):
-    """And good ones beside them are answered."""
+def test_bad_agents_fail_alone(play, caplog):
+    """And good ones beside them are answered. What is no HTTP is a line of the log."""
     codes = [code for code, _ in BAD.values()]
     ended, _ = play(*codes, "ask(user('x'))", agent_timeout=8.0)
     *bad, good = ended
@@ -311,6 +501,8 @@ def test_bad_agents_fail_alone(play):
         assert x.stop_reason == "error" and np.isnan(x.reward), name
         assert re.fullmatch(error, x.error), (name, x.error)
     assert (good.stop_reason, good.reward) == ("done", 1.0)
+    assert re.search("Invalid header token: +b'Host x'", caplog.text)
+    assert "Traceback" not in caplog.text
 
 
 # ---- training ------------------------------------------------------------------------------------

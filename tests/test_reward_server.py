@@ -351,6 +351,13 @@ def test_connections_that_send_no_end(servers, monkeypatch):
     assert half[-2].recv(15) == b"HTTP/1.1 200 OK"
 
 
+def test_what_is_no_http_is_a_line(servers, caplog):
+    client = servers["gsm8k"].send("POST / HTTP/1.1\r\nContent-Length: x\r\n\r\n")
+    assert client.recv(12) == b"HTTP/1.0 400"
+    (line,) = caplog.text.splitlines()
+    assert "Error handling request" in line and "Invalid character in Content-Length" in line
+
+
 def test_what_is_too_long(monkeypatch):
     monkeypatch.setattr(reward_server, "LARGEST_BODY", 1000)
     server = Server(reward=("gsm8k",))

@@ -1,4 +1,4 @@
-"""Agents (--agent): programs of the user that ask the policy by OpenAI's API.
+"""Agents (--agent): programs of the user that ask the policy by one of the APIs of apis.py.
 
 A function play(base_url, **row) makes a response and returns its reward, in a process of its own.
 It may start any program. The address is the response's own, http://127.0.0.1:PORT/NAME/v1.
@@ -12,6 +12,7 @@ with all of its messages in its prompt. A response has one context or more; each
 import asyncio
 import copy
 import functools
+import itertools
 import json
 import secrets
 import time
@@ -19,9 +20,12 @@ from dataclasses import dataclass, field
 from typing import Callable
 
 from aiohttp import web
+from aiohttp.log import server_logger
 
+from extras.episodes.apis import APIS, Api
 from extras.episodes.conversations import Conversation, Conversations
 from extras.episodes.tool_processes import EnvironmentFailure
+from extras.http_log import in_one_line
 from plumbing.data.messages import read_messages
 from plumbing.models.config import positions_of
 from utils import first_line
@@ -41,6 +45,11 @@ FIXED = {
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "top_k": (-1, 0),
+    "include": ([], ["reasoning.encrypted_content"]),
+    "reasoning": ({"effort": "none"},),
+    "text": ({"format": {"type": "text"}}, {"verbosity": "low"}),
+    "thinking": ({"type": "disabled"},),
+    "truncation": ("disabled",),
     "skip_special_tokens": (True,),
     **dict.fromkeys(("n", "best_of", "top_p", "repetition_penalty", "length_penalty"), (1,)),
 }
@@ -64,6 +73,7 @@ class Agents(Conversations):
     def __init__(self, args, tokenizer, stop_ids: list[int]):
         """Load the agent, and check the chat template; raise a UserError where they do not fit."""
         super().__init__(args, tokenizer, stop_ids)
+        server_logger.addFilter(in_one_line)
         longest = args.max_prompt_length + args.max_response_length
         self.longest = min(longest, positions_of(args.model))
         # By the tools of a request, JSON.
@@ -75,20 +85,29 @@ class Agents(Conversations):
         """Have the agent make a response."""
         turns: list[Turn] = []
 
-        async def chat(request: web.Request) -> web.Response:
+        def refuse(turn: Turn, reason: str | None, status: int = 400) -> web.Response:
+            turns.remove(turn)
+            error = {"message": reason, "type": "invalid_request_error"}
+            return web.json_response({"error": error, "type": "error"}, status=status)
+
+        async def respond(api: Api, request: web.Request) -> web.Response:
             turn = Turn()
             turns.append(turn)
             try:
                 body = await request.read()  # of which the rest may never come
             except web.HTTPRequestEntityTooLarge as error:
-                turns.remove(turn)
-                return web.json_response({"error": {"message": error.text}}, status=413)
+                return refuse(turn, error.text, 413)
             try:
-                return await self._answer(body, turn, turns, sample)
+                asked = json.loads(body)
+                answer = await self._answer(api.to_chat(asked), turn, turns, sample, api)
+            except KeyError as error:
+                return refuse(turn, f"{error} is missing")
             except Exception as error:  # of any type: a template may raise it
-                turns.remove(turn)
-                reason = f"{type(error).__name__}: {first_line(error)}"
-                return web.json_response({"error": {"message": reason}}, status=400)
+                return refuse(turn, f"{type(error).__name__}: {first_line(error)}")
+            answer = api.from_chat(answer)
+            if asked.get("stream"):
+                return web.Response(text=api.stream(answer), content_type="text/event-stream")
+            return web.json_response(answer)
 
         async def models(_) -> web.Response:
             return web.json_response(
@@ -99,7 +118,8 @@ class Agents(Conversations):
         path = f"/{secrets.token_urlsafe(16)}/v1"
         app = web.Application(client_max_size=BYTES_A_TOKEN * self.longest)
         app.router.add_get(f"{path}/models", models)
-        app.router.add_post(f"{path}/chat/completions", chat)
+        for api in APIS:
+            app.router.add_post(f"{path}/{api.path}", functools.partial(respond, api))
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await runner.setup()
         try:
@@ -118,17 +138,17 @@ class Agents(Conversations):
         conversation.stop_reason = "done"
 
     async def _answer(
-        self, body: bytes, turn: Turn, turns: list[Turn], sample: Callable
-    ) -> web.Response:
-        """Sample the answer to a request; raise ValueError or another exception if it cannot have
-        any.
+        self, body: dict, turn: Turn, turns: list[Turn], sample: Callable, api: Api
+    ) -> dict:
+        """Return the answer to a request of Chat Completions; raise ValueError or another exception
+        if it cannot have any.
 
         Args:
             turn: one of `turns`, which are all of the response; its fields are set.
             sample: see `Conversations.sample`.
         """
         args = copy.copy(self.args)
-        asked = {name: x for name, x in json.loads(body).items() if x is not None}
+        asked = {name: x for name, x in body.items() if x is not None}
         for name, value in asked.items():
             is_off = name in OFF and not value
             if not is_off and name not in READ and value not in FIXED.get(name, ()):
@@ -146,7 +166,7 @@ class Agents(Conversations):
         # The engine would fail, and the run.
         if not prompt or length < 1 or args.temperature < 0 or not all(map(str.encode, stops)):
             raise ValueError(
-                f"the prompt has {len(prompt)} tokens, of {self.longest} with the answer; "
+                f"the prompt has {len(prompt)} tokens, and the maximum context length is {self.longest}; "
                 "max_tokens has to be 1 or more, temperature 0 or more, and stop without empty texts"
             )
         args.turn_stop = (*args.turn_stop, *stops)
@@ -172,11 +192,15 @@ class Agents(Conversations):
                 {"index": i, "id": f"call_{len(prompt)}_{i}", "type": "function", "function": x}
                 for i, x in enumerate(functions)
             ]
+        if api.thoughts_apart and "</think>" in message["content"]:
+            thought, _, said = message["content"].partition("</think>")
+            message["reasoning_content"] = thought.removeprefix("<think>").strip("\n")
+            message["content"] = said.lstrip("\n")
         turn.messages = [*messages, *plain([message])]
         turn.tokens = tokens
         turn.outputs = outputs
         turn.tools = tools  # last: by it another thread finds the turn
-        return completion(turn, message, reason, args.model, asked.get("stream"))
+        return completion(turn, message, reason, args.model)
 
     def _prompt(self, messages: list[dict], tools: str, turns: list[Turn]) -> list[int]:
         """Return the token ids of a request."""
@@ -208,32 +232,30 @@ class Agents(Conversations):
             context = turn.prompt + turn.tokens
 
 
-def completion(turn: Turn, message: dict, reason: str, model: str, stream) -> web.Response:
-    """Return an answer as OpenAI's API writes it; with `stream` as one chunk."""
+def completion(turn: Turn, message: dict, reason: str, model: str) -> dict:
+    """Return an answer as Chat Completions writes it."""
     counts = len(turn.prompt), len(turn.tokens), len(turn.prompt) + len(turn.tokens)
     names = "prompt_tokens", "completion_tokens", "total_tokens"
-    choice = {"index": 0, "finish_reason": reason, "delta" if stream else "message": message}
-    answer = {
+    return {
         "id": f"chatcmpl-{secrets.token_hex(8)}",
-        "object": "chat.completion.chunk" if stream else "chat.completion",
+        "object": "chat.completion",
         "created": int(time.time()),
         "model": model,
-        "choices": [choice],
+        "choices": [{"index": 0, "finish_reason": reason, "message": message}],
         "usage": dict(zip(names, counts)),
     }
-    if not stream:
-        return web.json_response(answer)
-    chunks = f"data: {json.dumps(answer)}\n\ndata: [DONE]\n\n"
-    return web.Response(text=chunks, content_type="text/event-stream")
 
 
 def plain(messages: list[dict]) -> list[dict]:
     """Return what messages say, however a client library writes it, as chat templates read it; raise
-    UserError, with the turn and key, for what cannot be read.
+    UserError, with the turn and key, or ValueError, for what cannot be read.
 
     A key without a value counts as none. A result has the name of the call that its id belongs to.
     """
     given = [{"content": ""} | {name: x for name, x in turn.items() if x} for turn in messages]
+    for part in itertools.chain(*(turn["content"] for turn in given)):
+        if isinstance(part, dict) and part.get("type") != "text":
+            raise ValueError(f"a part of type {part.get('type')!r} is not supported, only text is")
     names: dict[str, str] = {}  # of calls, by their ids
     said = []
     for message in read_messages("messages", given):
