@@ -167,10 +167,7 @@ class Sampler:
             raise utils.Interrupted
         for sample in responses:
             sample.row = {}  # all ranks have it
-        places = [
-            i for rank in range(self.world.size) for i in chain(*self.world.shard(groups, rank))
-        ]
-        gathered = dict(zip(places, self.world.all_gather(responses)))
+        gathered = dict(self.world.all_gather([*zip(local, responses)]))
         responses = [gathered[i] for i in range(len(rows))]
         for row, sample in zip(rows, responses):
             sample.row = sample.conversation.row if sample.conversation else row
