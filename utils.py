@@ -115,14 +115,13 @@ class World:
             dist.all_gather_object(parts, items, group=self.group)
         return [item for part in parts for item in part]
 
-    def shard(self, items: list, rank: int | None = None) -> list:
-        """Return a rank's share, by default this one's, of a list that all ranks hold: items rank,
-        rank + size, rank + 2 size and so on.
+    def shard(self, items: list) -> list:
+        """Return this rank's share of a list that all ranks hold: items rank, rank + size,
+        rank + 2 size and so on.
 
         Ranks that share an engine have the same ones.
         """
-        rank = self.rank if rank is None else rank
-        return items[rank // self.ranks_per_engine :: self.size // self.ranks_per_engine]
+        return items[self.rank // self.ranks_per_engine :: self.size // self.ranks_per_engine]
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum a tensor over all ranks, in place."""

@@ -317,6 +317,11 @@ class RolloutArgs(SamplingArgs):
     """Temperature of the samples of an evaluation; default: --temperature."""
     eval_top_p: PositiveFraction | None = None
     """--top_p of the samples of an evaluation; default: --top_p."""
+    save_rollouts: bool = False
+    """Save what each step samples, with its scores, in rollouts/ of the run's folder."""
+    rollouts_from: str = ""
+    """Folder of a run with --save_rollouts: train on what its steps have sampled, in place of
+    sampling; evaluations still sample."""
 
     def rules(self: Any) -> Rules:
         yield (

@@ -232,7 +232,7 @@ def test_when_rollouts_begin_and_weights_arrive(async_steps):
     engine = types.SimpleNamespace(
         sync=lambda model, step: happened.append(f"sync {step}"), sleep=lambda: None
     )
-    args = types.SimpleNamespace(async_steps=async_steps, rollout_batch_size=5)
+    args = grpo.Args(async_steps=async_steps, rollout_batch_size=5)
     sampler = Sampler(*[None] * 9, world=None, precision=None)
     sampler = dataclasses.replace(
         sampler, args=args, engine=engine, reward_sources=types.SimpleNamespace()

@@ -150,6 +150,7 @@ class Sampler:
         scoring = Scoring(self.reward_sources, self.interrupted)
 
         def end(place: int, sample: Sample) -> None:
+            sample.text = self.tokenizer.decode(sample.response, skip_special_tokens=True)
             scoring.add(place, sample)
             self.show_ended(key, len(scoring.samples), len(local))
 
@@ -167,10 +168,7 @@ class Sampler:
             raise utils.Interrupted
         for sample in responses:
             sample.row = {}  # all ranks have it
-        places = [
-            i for rank in range(self.world.size) for i in chain(*self.world.shard(groups, rank))
-        ]
-        gathered = dict(zip(places, self.world.all_gather(responses)))
+        gathered = dict(self.world.all_gather([*zip(local, responses)]))
         responses = [gathered[i] for i in range(len(rows))]
         for row, sample in zip(rows, responses):
             sample.row = sample.conversation.row if sample.conversation else row
@@ -213,14 +211,12 @@ class Sampler:
         """
 
         def end_response(place: int, response: list[int], outputs: dict[str, list]) -> None:
-            text = self.tokenizer.decode(response, skip_special_tokens=True)
             stopped = response[-1] in self.stop_ids
-            end(place, Sample(rows[place], response, outputs, stopped, text=text))
+            end(place, Sample(rows[place], response, outputs, stopped))
 
         def end_conversation(place: int, x: Any) -> None:
-            text = self.tokenizer.decode(x.response, skip_special_tokens=True)
             stopped = x.stop_reason != "length"
-            sample = Sample(x.row, x.response, x.outputs, stopped, x, text, starts=x.starts)
+            sample = Sample(x.row, x.response, x.outputs, stopped, x, starts=x.starts)
             x.response = sample.response
             x.outputs = sample.outputs
             end(place, sample)

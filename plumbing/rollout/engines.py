@@ -33,7 +33,7 @@ def rollout_engine(
     backend = backend_of("rollout_backend", args)
     engine: "VllmSampling | None" = None
     if backend == "hf":
-        for flag in ("async_steps", "agent"):
+        for flag in ("agent",) if args.rollouts_from else ("async_steps", "agent"):
             if value := getattr(args, flag):
                 raise UserError(f"--{flag} {value}: requires --rollout_backend vllm or server")
         check_decodes(f"--model {args.model}", model, "--rollout_backend vllm")

@@ -41,7 +41,14 @@ class Rollouts:
         self.sampler = sampler
         self.prompts = prompts
         self.collect = collect
-        self.async_steps = sampler.args.async_steps
+        args = sampler.args
+        if args.save_rollouts or args.rollouts_from:
+            from extras.saved_rollouts import FileSampler
+
+            self.collect = lambda sampler, *given: collect(
+                FileSampler(**vars(sampler), sampler=sampler, folder=run.folder), *given
+            )
+        self.async_steps = args.async_steps
         sampler.reward_sources.state = run.state
         self.step = run.state["step"]  # the last one that has begun to train
         self.ahead: dict[int, Future] = {}  # rollouts, by step

@@ -86,11 +86,11 @@ def files(tmp_path_factory):
 # ---- what is drawn -------------------------------------------------------------------------------
 
 # Of each run; then what test_run.py, test_cli.py, test_vllm.py, test_vllm_server.py,
-# test_data.py, test_models.py and test_compile.py check.
+# test_data.py, test_models.py, test_compile.py and test_saved_rollouts.py check.
 LEFT_OUT = set(
     "run_name output_dir resume total_episodes passes stop_at "
     "track config agent agent_timeout rollout_servers kv_cache_gb async_steps vllm_tensor_parallel "
-    "prompt_column answer_column response_column chat_template_kwargs compile".split()
+    "prompt_column answer_column response_column chat_template_kwargs compile rollouts_from".split()
 )
 
 TABLES = helpers.table("random_runs.yaml")

@@ -1,0 +1,75 @@
+"""Rollouts in files: --save_rollouts writes them, --rollouts_from trains on them.
+
+A rollout has two files in `rollouts/` of the run's folder, named by its key: rollout_1_3 is that of
+seed 1 and step 3. NAME.jsonl has a line for each response, NAME.safetensors what else is stored of
+its tokens: (N, T) by name, 0 after a response's end.
+"""
+
+import json
+import math
+import os
+from types import SimpleNamespace
+
+from safetensors.torch import load_file, save_file
+
+from plumbing.models.sharding import model_device
+from plumbing.rollout.batch import Batch, Sample
+from utils import as_user_error
+
+
+class FileSampler(SimpleNamespace):
+    """A Sampler for `collect` that saves its rollouts, or with --rollouts_from reads saved ones.
+    What `collect` makes of samples and scores is made anew: flags may change it.
+
+    It has the fields of the Sampler, which is `sampler`; `folder` is that of the run.
+    """
+
+    def rollout(self, rows: list, samples: int, key: tuple) -> Batch:
+        """See `Sampler.rollout`; raise a UserError if a saved rollout is missing, or of other
+        prompts or token ids. What only metrics of conversations read is not saved.
+        """
+        path = f"{self.args.rollouts_from or self.folder}/rollouts/{'_'.join(map(str, key))}"
+        asked = [row for row in rows for _ in range(samples or 1)]
+        if self.args.rollouts_from:
+            return Batch.from_samples(self.read(path, asked), model_device(self.model))
+        batch = self.sampler.rollout(rows, samples, key)
+        if self.world.main:
+            save(path, asked, batch)
+        return batch
+
+    def read(self, path: str, asked: list) -> list[Sample]:
+        """Return the samples of a rollout, of some rows."""
+        with as_user_error(f"--rollouts_from {path}"):
+            tensors = load_file(f"{path}.safetensors")
+            lines = [json.loads(line) for line in open(f"{path}.jsonl")]
+            if [line.pop("asked") for line in lines] != [row["query"] for row in asked]:
+                raise ValueError(
+                    "is of other prompts; --dataset, --shuffle, --rollout_batch_size, --group_size, the prompts' "
+                    "template and the tokenizer have to be those of the run that saved it"
+                )
+        samples = [Sample(outputs={}, **line) for line in lines]
+        for i, (x, row) in enumerate(zip(samples, asked)):
+            x.row = row | x.row
+            x.outputs = {name: of[i, : len(x.response)].numpy() for name, of in tensors.items()}
+            # A source that did not score them has given no score.
+            x.scores = dict.fromkeys(self.reward_sources.sources, math.nan) | x.scores
+        return samples
+
+
+def save(path: str, asked: list, batch: Batch) -> None:
+    """Save a rollout of some rows."""
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    names = {name for x in batch.samples for name in x.outputs}
+    save_file({name: batch.tokens[name].float() for name in names}, f"{path}.safetensors")
+    with open(f"{path}.jsonl", "w") as file:
+        for row, x in zip(asked, batch.samples):
+            line = {
+                "asked": row["query"],
+                "row": {name: x.row[name] for name in ("prompt", "query")},  # an agent's are others
+                "response": x.response.tolist(),
+                "text": x.text,
+                "stopped": x.stopped,
+                "scores": {name: score for name, score in x.scores.items() if math.isfinite(score)},
+                "starts": list(x.starts),
+            }
+            print(json.dumps(line), file=file)

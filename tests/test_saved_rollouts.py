@@ -1,0 +1,135 @@
+"""--save_rollouts, and --rollouts_from that trains on them: a second run is the first, bit for bit."""
+
+import shutil
+from types import SimpleNamespace
+
+import helpers
+import pytest
+import torch
+from helpers import assert_same_run, folder_of, metrics_of, read_lines, run_here
+from tiny_models import CPU
+
+from extras.saved_rollouts import FileSampler
+from plumbing.rollout import engines
+from plumbing.rollout.batch import Batch, Sample
+
+# Missing scores, further numbers, and prompts of which all responses score alike.
+REWARD = """
+def score(prompts, responses, **columns):
+    sums = [sum(map(ord, x)) % 7 for x in map("".join, zip(prompts, responses))]
+    alike = [ord(prompt[0]) % 2 == 0 for prompt in prompts]
+    return [0 if same else x and {"score": x / 7, "sum": x} or None for same, x in zip(alike, sums)]
+"""
+# Flags by script, and a file of step 1: a rollout of a refill, or of greedy baselines.
+CASES = {
+    "grpo": ({"filter_groups": "refill", "length_penalty": 0.1}, "rollout_1_1_1.jsonl"),
+    "rloo": ({"advantage": "remax"}, "greedy_1_1.jsonl"),
+    "ppo": ({"reward_normalization": True}, "rollout_1_1.safetensors"),
+    "distill": ({"on_policy_share": 0.5, "rollout_batch_size": 6}, "rollout_1_1.safetensors"),
+}
+# Changed flags, and what the error names.
+REFUSED = [
+    ({"total_episodes": 24}, "/rollouts/rollout_1_3.safetensors"),
+    ({"group_size": 2, "rollout_batch_size": 4}, "/rollouts/rollout_1_1: is of other prompts; "),
+    ({"system_prompt": "Add."}, "/rollouts/rollout_1_1: is of other prompts; "),
+    ({"reward": "gsm8k"}, "--reward: no response of step 1 got a score from gsm8k"),
+]
+
+
+def flags(folder, script: str = "grpo", **changes) -> dict:
+    """The flags of a run of two steps that saves its rollouts."""
+    values = helpers.workspace(folder) | {"total_episodes": 16, "eval_every": 0, "save_every": 1}
+    values |= {"teacher": helpers.tiny_model(folder / "teacher"), "run_name": "first", **changes}
+    helpers.tiny_model(values["model"], stop=8)  # responses of several lengths
+    (folder / "reward.py").write_text(REWARD)
+    fields = __import__(script).Args.__dataclass_fields__
+    return {name: x for name, x in values.items() if name in fields} | {"save_rollouts": True}
+
+
+@pytest.fixture
+def again(monkeypatch):
+    """A function that trains on the rollouts of a run; what samples raises an error."""
+
+    def run(values: dict, script: str = "grpo", **changes) -> dict:
+        monkeypatch.setattr("plumbing.rollout.batch.Sampler.sample", None)
+        values = {
+            **values,
+            "rollouts_from": str(folder_of(values)),
+            "run_name": "second",
+            **changes,
+        }
+        run_here(values, script)
+        return values
+
+    return run
+
+
+@pytest.mark.parametrize("script", CASES)
+def test_a_second_run_is_the_first(tmp_path, again, script):
+    changes, file = CASES[script]
+    run_here(values := flags(tmp_path, script, **changes), script)
+    assert_same_run(again(values, script), values)
+    assert (folder_of(values) / "rollouts" / file).exists()
+
+
+def test_other_flags_train_on_them_and_a_step_is_repeated(tmp_path, monkeypatch, again):
+    """Of an asynchronous run, which would sample otherwise a second time; also without its engine."""
+    values = flags(tmp_path, loss="dppo", async_steps=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(engines, "rollout_engine", lambda *_: None)  # the model itself samples
+        run_here(values)
+    second = again(values, async_steps=2)
+    assert_same_run(second, values)
+    for part in ("final", "checkpoints/step_2"):
+        shutil.rmtree(folder_of(second) / part)
+    assert_same_run(again(values, async_steps=2, resume=True), values)
+    other = again(values, run_name="other", loss="cispo", overlong_buffer=9)
+    for ours, theirs in zip(metrics_of(other), metrics_of(values), strict=True):
+        assert ours["val/sequence_lengths"] == theirs["val/sequence_lengths"]
+        assert ours["objective/scores"] < theirs["objective/scores"]
+        assert ours["loss/grad_norm"] != theirs["loss/grad_norm"]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> dict:
+    run_here(values := flags(tmp_path_factory.mktemp("saved"), save_every=0))
+    return values
+
+
+@pytest.mark.parametrize("changes, message", REFUSED)
+def test_what_is_refused(saved, tmp_path, capsys, again, changes, message):
+    line = helpers.refused(
+        capsys,
+        again,
+        saved,
+        output_dir=str(tmp_path),
+        rollouts_from=folder_of(saved),
+        noisy=True,
+        **changes,
+    )
+    assert message in line
+
+
+def test_contexts_of_an_agent(tmp_path):
+    row = {"prompt": "a", "query": [5], "answer": "b"}
+    outputs = {"rollout_logprobs": [-0.5, 0, -1], "response_mask": [1, 0, 1]}
+    samples = [
+        Sample({**row, "prompt": "c", "query": [6, 7]}, [1, 2, 3], outputs, False, starts=[2]),
+        Sample(row, [4], {name: x[:1] for name, x in outputs.items()}, True, text="d"),
+    ]
+    batch = Batch.from_samples(samples, CPU)
+    sampler = FileSampler(
+        args=SimpleNamespace(rollouts_from=""),
+        folder=tmp_path,
+        world=SimpleNamespace(main=True),
+        sampler=SimpleNamespace(rollout=lambda *_: batch),
+        reward_sources=SimpleNamespace(sources={}),
+        model=SimpleNamespace(device=CPU),
+    )
+    sampler.rollout([row], 2, ("rollout", 1, 1))
+    sampler.args.rollouts_from = tmp_path
+    read = sampler.rollout([row], 2, ("rollout", 1, 1))
+    assert str([x.contexts for x in read.samples]) == str([x.contexts for x in samples])
+    assert [x.row for x in read.samples] == [x.row for x in samples]
+    assert all(torch.equal(x, batch.tokens[name]) for name, x in read.tokens.items())
+    assert read_lines(tmp_path / "rollouts/rollout_1_1.jsonl")[1]["text"] == "d"
