@@ -452,7 +452,7 @@ def test_a_server_of_openenv(play, monkeypatch):
         server.wait()
     assert (found.error, found.reward, lost.error, lost.reward) == ("", 1.0, "", 0.0)
     assert "\nlower <|im_end|>" in engine.tokenizer.decode(engine.asked[1]["query"])
-    assert "Field required" in engine.tokenizer.decode(engine.asked[2]["query"])
+    assert "Invalid" in engine.tokenizer.decode(engine.asked[2]["query"])
 
 
 BAD = {
