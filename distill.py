@@ -185,6 +185,10 @@ class Args(
             "--ref_refresh_every requires the name of --model as --teacher, and --lora_rank 0",
         )
         yield (
+            not self.is_served or not self.agent,
+            "--agent has several prompts in a response, and a --teacher on a server reads one",
+        )
+        yield (
             not self.is_served or re.fullmatch(cli.ADDRESS, self.teacher),
             "--teacher: the address of a server must be of the form http://10.0.0.2:8000",
         )
@@ -314,6 +318,7 @@ class Policy(nn.Module):
         """Return the log-probabilities of all next tokens: (..., H) -> (..., V)."""
         return (head_logits(self.model, hidden) / temperature).log_softmax(-1)
 
+    @torch.no_grad()  # the head of a teacher may be the one that trains
     def teach(self, hidden: Tensor, part: slice) -> tuple[Tensor, None]:
         """Return what a teacher says of a slice of the response tokens (n, V), see `statistics`."""
         return self.logprobs(hidden[part], self.args.teacher_temperature or self.temperature), None
@@ -647,7 +652,7 @@ def main(args: Args) -> None:
         run.phase("training")
         sums = utils.Sums(world)
         is_taught = [True] * len(batch.samples)
-        if server is not None:
+        if server is not None:  # which gives NaN where it has not answered
             is_taught = batch.tokens["teacher_logprobs"].isfinite().flatten(1).all(1).tolist()
             if not any(is_taught):
                 run.fail(f"{server.failure}; no response of step {step} has any")
@@ -709,6 +714,8 @@ def main(args: Args) -> None:
             **optimizer.metrics(),
             **sampler.metrics(),
         }
+        if server is not None:
+            metrics["teacher/left_out"] = 1 - sum(is_taught) / len(is_taught)
         if args.teacher:
             metrics["objective/divergence"] = total["losses"] / total["tokens"]
             metrics["teacher/entropy_avg"] = total["teacher_entropies"] / total["tokens"]

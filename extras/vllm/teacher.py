@@ -99,7 +99,7 @@ class ServedTeacher:
     async def _logprobs(self, sample: Sample) -> Any:
         """Return tokens and log-probabilities (T, K) of a response, or why there are none."""
         ((query, response, _),) = sample.contexts
-        query = sample.row.get("teacher_query", query)
+        query = sample.row["teacher_query"] or query
         body = {
             "prompt": [*query, *response.tolist()],
             "max_tokens": 1,
