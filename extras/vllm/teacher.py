@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from extras.vllm.servers import SERVER_PATIENCE, SERVER_START, Servers
 from plumbing.data.cache import column
 from plumbing.event_loop import run_all
+from plumbing.models.config import load_config
 from plumbing.rollout.batch import Sample
 from utils import Interrupted, UserError, World, first_line, say, warn
 
@@ -39,6 +40,7 @@ class ServedTeacher:
         """
         self.url = args.teacher.rstrip("/")
         self.timeout = args.timeout
+        self.size = load_config("--model", args.model).get_text_config().vocab_size
         self.top_k = args.teacher_top_k if args.estimator == "exact" else 0
         self.headers = {"Authorization": f"Bearer {os.environ.get('VLLM_API_KEY', '')}"}
         say(f"waiting for the teacher at {self.url}, {SERVER_START:.0f} s at most")
@@ -110,8 +112,12 @@ class ServedTeacher:
                 self.url, "/v1/completions", body, self.timeout, SERVER_PATIENCE
             )
             known = answer["choices"][0]["prompt_logprobs"][len(query) :]
-            # The token itself comes first, and is one of the most likely or one more.
-            pairs = [[(int(x), of["logprob"]) for x, of in each.items()] for each in known]
+            # The token itself comes first, and is one of the most likely or one more. A teacher may
+            # have tokens that the student lacks, as padding.
+            pairs = [
+                [(int(x), of["logprob"]) for x, of in each.items() if int(x) < self.size]
+                for each in known
+            ]
             rows = [each + each[:1] * (self.top_k + 1 - len(each)) for each in pairs]
             found = np.array(rows).reshape(len(response), self.top_k + 1, 2)
         except (RuntimeError, LookupError, TypeError, ValueError, AttributeError) as error:
