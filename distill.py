@@ -168,13 +168,11 @@ class Args(
         )
         yield (
             has_prompt or not (self.teacher == "self" or is_start),
-            "--teacher is the model itself: it requires a --teacher_prompt or "
-            "--teacher_system_prompt that tells it more",
+            "--teacher is the model itself: it requires --teacher_prompt or --teacher_system_prompt",
         )
         yield (
             not has_prompt or not (self.environment or self.agent),
-            "--teacher_prompt and --teacher_system_prompt exclude --environment and --agent, which "
-            "make prompts of their own",
+            "--teacher_prompt and --teacher_system_prompt exclude --environment and --agent",
         )
         yield (
             not self.teacher_system_prompt or self.chat_template != "none",
@@ -289,8 +287,8 @@ def complete(tokens: Tensor, top_logprobs: Tensor, logprobs: Tensor) -> Tensor:
     known = torch.full_like(logprobs, -math.inf)
     known = known.scatter(-1, tokens, top_logprobs.to(known.dtype))
     is_known = known > -math.inf
-    # Of float32 log-probabilities: a rest below their rounding is not known.
-    rest = (1 - known.exp().sum(-1, keepdim=True)).clamp(min=torch.finfo(torch.float32).eps)
+    # A server's log-probabilities are float32: a rest below their rounding is not known.
+    rest = (1 - known.exp().sum(-1, keepdim=True)).clamp(min=1e-7)
     of_student = logprobs.masked_fill(is_known, -math.inf).logsumexp(-1, keepdim=True)
     return torch.where(is_known, known, logprobs + rest.log() - of_student)
 
@@ -591,10 +589,10 @@ def collect(
 
 
 def behind_teacher_prompts(batch: Batch, places: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the responses at some places (n,) behind the teacher's prompts, as `collate` lays them
-    out.
+    """Return the responses at some places (n, T) behind the teacher's prompts, as `collate` lays
+    them out.
     """
-    samples = [batch.samples[i] for i in places]
+    samples = [batch.samples[i] for i in places[:, :1].flatten()]
     rows = [(x.row["teacher_query"], *x.contexts[0][1:]) for x in samples]
     return collate(rows, places.device)
 
@@ -651,11 +649,11 @@ def main(args: Args) -> None:
         # ---- 2. update: epochs, mini-batches (an optimizer step each), micro-batches ----
         run.phase("training")
         sums = utils.Sums(world)
-        is_taught = [True] * len(batch.samples)
-        if server is not None:  # which gives NaN where it has not answered
-            is_taught = batch.tokens["teacher_logprobs"].isfinite().flatten(1).all(1).tolist()
-            if not any(is_taught):
-                run.fail(f"{server.failure}; no response of step {step} has any")
+        # A server gives NaN for a response that it has not answered.
+        told = batch.tokens.get("teacher_logprobs", mask)
+        is_taught = told.isfinite().flatten(1).all(1).tolist()
+        if not any(is_taught):
+            run.fail(f"{server.failure}; no response of step {step} has any")
         if args.teacher_prompt or args.teacher_system_prompt:
             places = torch.arange(len(batch.samples), device=mask.device)
             batch.tokens["places"] = places[:, None].expand(mask.shape)
@@ -678,11 +676,11 @@ def main(args: Args) -> None:
                     known = micro["teacher_logprobs"][m], micro["teacher_tokens"][m].long()
                     teach = lambda part, known=known: tuple(x[part] for x in known)
                 if teacher is not None:
-                    asked = inputs
+                    inputs_of_teacher = inputs
                     if "places" in micro:
-                        asked = behind_teacher_prompts(batch, micro["places"][:, :1].flatten())
+                        inputs_of_teacher = behind_teacher_prompts(batch, micro["places"])
                     with torch.no_grad():
-                        teach = teacher(*asked, teaches=True)
+                        teach = teacher(*inputs_of_teacher, teaches=True)
                     # The student's forward calls `teach`, which uses the teacher's head, by chunks.
                     if isinstance(teacher, FSDPModule):
                         teacher.unshard()

@@ -295,21 +295,16 @@ def test_the_temperature_of_the_teacher(tmp_path, given):
 WORKED = "{prompt}={answer}:"
 
 
-@pytest.mark.parametrize("teacher", ["self", "model"])
-def test_the_model_teaches_itself_behind_another_prompt(tmp_path, teacher):
-    """The divergence of the first step is that of the two prompts; afterwards live weights teach
-    other things than those of the start.
-    """
-    values = flags(tmp_path, on_policy_share=0.0, teacher_prompt=WORKED, passes=8 / 13)
-    values["teacher"] = values["model"] if teacher == "model" else "self"
+def test_the_model_teaches_itself_behind_another_prompt(tmp_path):
+    values = flags(tmp_path, on_policy_share=0.0, teacher_prompt=WORKED, passes=4 / 13)
+    values["teacher"] = "self"
     run_here({**values, "micro_batch_tokens": 1}, "distill")
     model = transformers.AutoModelForCausalLM.from_pretrained(values["model"], dtype=torch.float64)
     tokenizer = transformers.AutoTokenizer.from_pretrained(values["model"])
     answers = {row["prompt"]: row["answer"] for row in helpers.ROWS}
-    first, second = metrics_of(values)
-    samples = read_lines(folder_of(values) / "samples.jsonl")
+    (metrics,) = metrics_of(values)
     expected = []
-    for row in samples[: len(samples) // 2]:
+    for row in read_lines(folder_of(values) / "samples.jsonl"):
         answer = answers[row["prompt"]]
         response = tokenizer.encode(row["response"])
         logprobs = []
@@ -318,16 +313,8 @@ def test_the_model_teaches_itself_behind_another_prompt(tmp_path, teacher):
             ids = torch.tensor([query + response])
             logprobs.append(model(ids).logits[0, len(query) - 1 :].log_softmax(-1))
         expected += distill.divergence(*logprobs, "reverse_kl", 0.5).tolist()
-    assert first["objective/divergence"] == pytest.approx(sum(expected) / len(expected), rel=1e-6)
-    other = {
-        **values,
-        "run_name": "other",
-        "teacher": {"self": values["model"]}.get(teacher, "self"),
-    }
-    run_here(other, "distill")
-    again = metrics_of(other)
-    assert again[0]["objective/divergence"] == pytest.approx(first["objective/divergence"])
-    assert again[1]["objective/divergence"] != pytest.approx(second["objective/divergence"])
+    mean = sum(expected) / len(expected)
+    assert metrics["objective/divergence"] == pytest.approx(mean, rel=1e-6)
 
 
 def test_a_refreshed_teacher_is_the_live_model_once_a_step(tmp_path):
