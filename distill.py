@@ -167,7 +167,7 @@ class Args(
             "--response_column requires an --on_policy_share below 1",
         )
         yield (
-            has_prompt or not (self.teacher == "self" or is_start),
+            has_prompt or self.teacher != "self" and not is_start,
             "--teacher is the model itself: it requires --teacher_prompt or --teacher_system_prompt",
         )
         yield (
@@ -195,7 +195,7 @@ class Args(
             "--teacher on a server has a temperature of 1: it requires --teacher_temperature 1",
         )
         yield (
-            self.teacher_top_k == 20 or (self.is_served and self.estimator == "exact"),
+            self.teacher_top_k == 20 or self.is_served and self.estimator == "exact",
             "--teacher_top_k requires a --teacher on a server and --estimator exact",
         )
         yield (
@@ -284,8 +284,8 @@ def complete(tokens: Tensor, top_logprobs: Tensor, logprobs: Tensor) -> Tensor:
         tokens, top_logprobs: (..., K), the known tokens, of which some may be the same, and their
             log-probabilities. logprobs: (..., V), of the student, without gradient.
     """
-    known = torch.full_like(logprobs, -math.inf)
-    known = known.scatter(-1, tokens, top_logprobs.to(known.dtype))
+    unknown = torch.full_like(logprobs, -math.inf)
+    known = unknown.scatter(-1, tokens, top_logprobs.to(logprobs.dtype))
     is_known = known > -math.inf
     # A server's log-probabilities are float32: a rest below their rounding is not known.
     rest = (1 - known.exp().sum(-1, keepdim=True)).clamp(min=1e-7)
@@ -317,7 +317,7 @@ class Policy(nn.Module):
         return (head_logits(self.model, hidden) / temperature).log_softmax(-1)
 
     @torch.no_grad()  # the head of a teacher may be the one that trains
-    def teach(self, hidden: Tensor, part: slice) -> tuple[Tensor, None]:
+    def teach(self, hidden: Tensor, part: slice) -> tuple:
         """Return what a teacher says of a slice of the response tokens (n, V), see `statistics`."""
         return self.logprobs(hidden[part], self.args.teacher_temperature or self.temperature), None
 

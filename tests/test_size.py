@@ -18,7 +18,7 @@ SCRIPTS = {
     "grpo": 5_900,
     "rloo": 5_800,
     "ppo": 7_700,
-    "distill": 3_800,
+    "distill": 4_300,
     "reward_model": 1_900,
     "utils": 3_300,
 }
@@ -88,20 +88,20 @@ def table() -> dict[str, tuple[int, int]]:
     plumbing = [path for path in ROOT.glob("plumbing/**/*.py") if path.read_text()]
     everything = ("*.py", "plumbing/**/*.py", "extras/**/*.py", "scripts/**/*.py", "assets/**/*.py")
     rows = {
-        "Python outside tests, tokens": (tokens(*everything), 98_100),
-        "plumbing/, tokens": (tokens("plumbing/**/*.py"), 41_150),
-        "extras/, tokens": (tokens("extras/**/*.py"), 18_600),
+        "Python outside tests, tokens": (tokens(*everything), 100_120),
+        "plumbing/, tokens": (tokens("plumbing/**/*.py"), 41_520),
+        "extras/, tokens": (tokens("extras/**/*.py"), 19_440),
         "plumbing/, files": (len(plumbing), 40),
         "plumbing/, files outside of its folders": (
             sum(path.parent.name == "plumbing" for path in plumbing),
             3,
         ),
-        "tests/, tokens": (tokens("tests/**/*.py"), 147_450),
+        "tests/, tokens": (tokens("tests/**/*.py"), 149_950),
         "web files of the report, lines": (
             lines(*(f"assets/report/*.{end}" for end in ("js", "css", "html"))),
             500,
         ),
-        "docs/, words": (words("docs/*.md"), 14_320),
+        "docs/, words": (words("docs/*.md"), 14_590),
         "README.md, lines": (lines("README.md"), 150),
         "flags of grpo.py": (len(dataclasses.fields(Args)), 98),
         "our modules that import grpo loads": (len(modules()[0]), 37),
