@@ -1,8 +1,8 @@
 """Distillation from a teacher, on and off policy, and supervised fine-tuning, in one file.
 
-A student p learns from a teacher q, of which all log-probabilities are known. For each prompt take
-a response of the student (with probability lambda), or that of the data set, and minimise the mean
-over response tokens of
+A student p learns from a teacher q: another model, or the model itself behind another prompt
+(arXiv:2601.19897). For each prompt take a response of the student (with probability lambda), or
+that of the data set, and minimise the mean over response tokens of
 
     reverse_kl   KL(p || q) = sum over the vocabulary of p * (log p - log q)
     forward_kl   KL(q || p)
@@ -17,7 +17,8 @@ Deliberate choices:
    distributions.
 2. The sum over the vocabulary is exact. Logits exist for one chunk of tokens at a time: its
    gradient is computed before the next chunk. `--estimator sampled` is a policy gradient of the
-   reverse KL instead, by log-probabilities of sampled tokens.
+   reverse KL instead, by log-probabilities of sampled tokens. Of a teacher on a server the most
+   likely tokens are known; the others count as one (`complete`).
 3. `--temperature` is that of sampling and, with a teacher, of the loss: it divides the logits;
    `--teacher_temperature` may give the teacher another.
 4. The gradient is that of the global batch: sums are divided by counts over all ranks and
@@ -25,8 +26,9 @@ Deliberate choices:
 5. A conversation that ends with the assistant is one row, and all its assistant turns train. It is
    one row per assistant turn if the student may answer (--on_policy_share above 0), or if the chat
    template changes earlier turns.
-6. Nothing trains on --reward: it scores held-out responses.
-7. The student samples by the decode loop of grpo.py (`generate`).
+6. Student and teacher score the same response tokens, each behind its own prompt.
+7. Nothing trains on --reward: it scores held-out responses.
+8. The student samples by the decode loop of grpo.py (`generate`).
 
     bash scripts/demo.sh distill                                                      # tiny models on a CPU, minutes
     python distill.py --model Qwen/Qwen3-0.6B --teacher Qwen/Qwen3-8B                 # one GPU of 40 GB, GSM8K
@@ -36,7 +38,8 @@ Deliberate choices:
 import functools
 import math
 import os
-from typing import Callable, Iterator, Literal, Sequence
+import re
+from typing import Any, Callable, Iterator, Literal, Sequence
 
 import torch
 from pydantic.dataclasses import dataclass
@@ -53,12 +56,13 @@ from plumbing.data.mixture import count_steps, take_prompts
 from plumbing.data.rows import Row
 from plumbing.models import loading
 from plumbing.models.forward import head_logits, last_hidden_states
-from plumbing.models.sharding import model_device, set_gradient_sync
+from plumbing.models.sharding import model_device, set_gradient_sync, sync_reference
 from plumbing.rollout.batch import (
     Batch,
     Experience,
     Sample,
     Sampler,
+    collate,
     forbid_gradient,
     forward_tokens,
     invert_distribution,
@@ -105,8 +109,21 @@ class Args(
     adds none."""
 
     teacher: str = ""
-    """Model to learn from: a causal language model's folder or hub name, with the vocabulary of
-    --model; "" for none, which is supervised fine-tuning on the data set's responses."""
+    """Model to learn from, with the vocabulary of --model: a causal language model's folder or hub
+    name (that of --model for its weights of the start), self for the model that trains, or the
+    http:// address of a vLLM server; "" for none, which is supervised fine-tuning on the data set's
+    responses."""
+    teacher_prompt: str = ""
+    """Prompt that the teacher reads in place of the row's: a column, or a text with columns in
+    braces, such as "{prompt}\\n\\nA worked solution:\\n{answer}"."""
+    teacher_system_prompt: str = ""
+    """System turn of the teacher's prompt, in place of any other one."""
+    ref_refresh_every: NonNegativeInt = 0
+    """Steps between refreshes of the reference from the policy (TR-DPO, arXiv:2404.09656); 0 for
+    never."""
+    teacher_top_k: PositiveInt = 20
+    """Most likely tokens of a teacher on a server that are compared one by one; all others count as
+    one."""
     on_policy_share: Fraction = 1.0
     """Probability lambda with which a prompt is answered by the student; else by the response of
     its row."""
@@ -125,8 +142,22 @@ class Args(
     """Divides the logits of the teacher; default: --temperature."""
     reward_weights = ()  # not a flag: nothing trains on scores
 
+    @property
+    def is_served(self) -> bool:
+        """Whether the teacher is on a server."""
+        return self.teacher.startswith(("http://", "https://"))
+
+    @property
+    def loaded_teacher(self) -> str:
+        """The teacher that this run loads; "" for none."""
+        return "" if self.teacher == "self" or self.is_served else self.teacher
+
     def rules(self) -> Iterator[tuple[object, str]]:
         """Yield the conditions that flags must meet, each with what to say otherwise."""
+        has_prompt = self.teacher_prompt or self.teacher_system_prompt
+        is_start = self.loaded_teacher and (
+            os.path.realpath(self.teacher) == os.path.realpath(self.model)
+        )
         yield (
             self.teacher or not self.on_policy_share,
             "--on_policy_share above 0 requires a --teacher; 0 is supervised fine-tuning",
@@ -136,14 +167,49 @@ class Args(
             "--response_column requires an --on_policy_share below 1",
         )
         yield (
-            not self.teacher or os.path.realpath(self.teacher) != os.path.realpath(self.model),
-            "--teacher must be another model than --model",
+            has_prompt or self.teacher != "self" and not is_start,
+            "--teacher is the model itself: it requires --teacher_prompt or --teacher_system_prompt",
+        )
+        yield (
+            not has_prompt or not (self.environment or self.agent),
+            "--teacher_prompt and --teacher_system_prompt exclude --environment and --agent",
+        )
+        yield (
+            not self.teacher_system_prompt or self.chat_template != "none",
+            "--teacher_system_prompt requires another --chat_template than none",
+        )
+        yield (
+            not self.ref_refresh_every or (is_start and not self.lora_rank),
+            "--ref_refresh_every requires the name of --model as --teacher, and --lora_rank 0",
+        )
+        yield (
+            not self.is_served or not self.agent,
+            "--agent has several prompts in a response, and a --teacher on a server reads one",
+        )
+        yield (
+            not self.is_served or re.fullmatch(cli.ADDRESS, self.teacher),
+            "--teacher: the address of a server must be of the form http://10.0.0.2:8000",
+        )
+        yield (
+            not self.is_served or (self.teacher_temperature or self.temperature) == 1,
+            "--teacher on a server has a temperature of 1: it requires --teacher_temperature 1",
+        )
+        yield (
+            self.teacher_top_k == 20 or self.is_served and self.estimator == "exact",
+            "--teacher_top_k requires a --teacher on a server and --estimator exact",
         )
         yield (
             self.teacher
-            or (self.divergence, self.jsd_beta, self.estimator, self.teacher_temperature)
-            == ("reverse_kl", 0.5, "exact", None),
-            "--divergence, --jsd_beta, --estimator and --teacher_temperature require a --teacher",
+            or (
+                self.divergence,
+                self.jsd_beta,
+                self.estimator,
+                self.teacher_temperature,
+                has_prompt,
+            )
+            == ("reverse_kl", 0.5, "exact", None, ""),
+            "--divergence, --jsd_beta, --estimator, --teacher_temperature, --teacher_prompt and "
+            "--teacher_system_prompt require a --teacher",
         )
         yield (
             self.jsd_beta == 0.5 or (self.divergence == "jsd" and self.jsd_beta < 1),
@@ -207,13 +273,38 @@ def sampled_reverse_kl(
     return ratio * (logprobs - teacher_logprobs).detach()
 
 
+def complete(tokens: Tensor, top_logprobs: Tensor, logprobs: Tensor) -> Tensor:
+    """Return log-probabilities (..., V) of a teacher of which K tokens are known. The others share
+    what is left in the proportions of the student.
+
+    The divergences of the result, and their gradients, are those over the K tokens and one entry for
+    all others, whose probabilities are 1 minus the sums.
+
+    Args:
+        tokens, top_logprobs: (..., K), the known tokens, of which some may be the same, and their
+            log-probabilities. logprobs: (..., V), of the student, without gradient.
+    """
+    unknown = torch.full_like(logprobs, -math.inf)
+    known = unknown.scatter(-1, tokens, top_logprobs.to(logprobs.dtype))
+    is_known = known > -math.inf
+    # A server's log-probabilities are float32: a rest below their rounding is not known.
+    rest = (1 - known.exp().sum(-1, keepdim=True)).clamp(min=1e-7)
+    of_student = logprobs.masked_fill(is_known, -math.inf).logsumexp(-1, keepdim=True)
+    return torch.where(is_known, known, logprobs + rest.log() - of_student)
+
+
 # --------------------------------------------------------------------------------------------------
 # Student and teacher: statistics of the response tokens, without ever holding logits of all of them
 # --------------------------------------------------------------------------------------------------
 
 
-class LanguageModel(nn.Module):
-    """What student and teacher have in common."""
+class Policy(nn.Module):
+    """A causal language model, student or teacher, whose forward gives losses and statistics of
+    response tokens instead of logits.
+
+    All of it happens inside this module's forward, so that DDP or FSDP, which wrap it, see every
+    use of the weights.
+    """
 
     def __init__(self, model: PreTrainedModel, args: Args, temperature: float):
         super().__init__()
@@ -221,25 +312,14 @@ class LanguageModel(nn.Module):
         self.args = args
         self.temperature = temperature
 
-    def hidden_states(self, input_ids: Tensor, response_mask: Tensor) -> Tensor:
-        """Return the hidden states (tokens, H) that predict the response tokens: those of the
-        positions before.
-        """
-        rows, positions = response_mask.nonzero(as_tuple=True)
-        return last_hidden_states(self.model, input_ids)[rows, positions - 1]
-
-    def logprobs(self, hidden: Tensor) -> Tensor:
+    def logprobs(self, hidden: Tensor, temperature: float) -> Tensor:
         """Return the log-probabilities of all next tokens: (..., H) -> (..., V)."""
-        return (head_logits(self.model, hidden) / self.temperature).log_softmax(-1)
+        return (head_logits(self.model, hidden) / temperature).log_softmax(-1)
 
-
-class Policy(LanguageModel):
-    """A causal language model whose forward gives losses and statistics of response tokens instead
-    of logits.
-
-    All of it happens inside this module's forward, so that DDP or FSDP, which wrap it, see every
-    use of the weights.
-    """
+    @torch.no_grad()  # the head of a teacher may be the one that trains
+    def teach(self, hidden: Tensor, part: slice) -> tuple:
+        """Return what a teacher says of a slice of the response tokens (n, V), see `statistics`."""
+        return self.logprobs(hidden[part], self.args.teacher_temperature or self.temperature), None
 
     def forward(
         self,
@@ -247,7 +327,8 @@ class Policy(LanguageModel):
         response_mask: Tensor,
         rollout_logprobs: Tensor | None = None,
         teach: Callable | None = None,
-    ) -> dict[str, Tensor]:
+        teaches: bool = False,
+    ) -> Any:
         """Return losses and statistics of the response tokens. The backward pass of the head runs
         here, too.
 
@@ -257,13 +338,19 @@ class Policy(LanguageModel):
             response_mask: (N, L) bool, set on response tokens.
             rollout_logprobs: (tokens,), which --estimator sampled reads; None in the first pass,
                 with which FSDP sets itself up.
-            teach: what Teacher.forward returned, a function; None for no teacher.
+            teach: a function of a slice of the response tokens that returns what the teacher says of
+                them; None for no teacher.
+            teaches: return such a function, of this model, instead.
         Returns:
             Tensors (tokens,) by name, those of `statistics`, one value per set entry of the mask,
             row by row, float32 or better. Only "losses" has a gradient, and it is right only if the
             loss gives all tokens the same weight. A loss that uses another one raises an error.
         """
-        hidden = self.hidden_states(input_ids, response_mask)  # (tokens, H)
+        rows, positions = response_mask.nonzero(as_tuple=True)
+        # The hidden states at the positions before the response tokens predict them.
+        hidden = last_hidden_states(self.model, input_ids)[rows, positions - 1]  # (tokens, H)
+        if teaches:
+            return functools.partial(self.teach, hidden)
         labels = input_ids[response_mask]  # (tokens,)
         if rollout_logprobs is None:
             rollout_logprobs = torch.zeros_like(labels)
@@ -279,12 +366,10 @@ class Policy(LanguageModel):
             0, max(1, len(labels)), CHUNK_TOKENS
         ):  # one chunk if there are no tokens
             part = slice(start, start + CHUNK_TOKENS)
-            teacher_logprobs = None if teach is None else teach(part)
+            taught = () if teach is None else teach(part)
             with torch.enable_grad():  # FSDP's first pass is without gradient
                 chunk = hidden[part].detach().requires_grad_()
-                outputs = self.statistics(
-                    chunk, labels[part], teacher_logprobs, rollout_logprobs[part]
-                )
+                outputs = self.statistics(chunk, labels[part], rollout_logprobs[part], *taught)
                 chunk_gradient, *gradients = torch.autograd.grad(
                     outputs["losses"].sum(), [chunk, *weights]
                 )
@@ -307,8 +392,9 @@ class Policy(LanguageModel):
         self,
         hidden: Tensor,
         labels: Tensor,
-        teacher_logprobs: Tensor | None,
         rollout_logprobs: Tensor,
+        teacher_logprobs: Tensor | None = None,
+        teacher_tokens: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Return outputs (chunk,) of a chunk of tokens: "losses", and for the log "logprobs" and
         "entropies"; with a teacher also "teacher_entropies", and "same_top", 1 where both have the
@@ -316,9 +402,10 @@ class Policy(LanguageModel):
 
         Args:
             hidden: (chunk, H). labels, rollout_logprobs: (chunk,). teacher_logprobs: (chunk, V), or
-                more than V tokens, to which a teacher may be padded.
+                more than V tokens, to which a teacher may be padded; or (chunk, K), of
+                teacher_tokens (chunk, K), with a teacher on a server.
         """
-        student_logprobs = self.logprobs(hidden)  # (chunk, V)
+        student_logprobs = self.logprobs(hidden, self.temperature)  # (chunk, V)
         at_labels = lambda x: x.gather(-1, labels[:, None])[:, 0]  # (chunk, V) -> (chunk,)
         logprobs = at_labels(student_logprobs)
         outputs = {
@@ -328,6 +415,8 @@ class Policy(LanguageModel):
         }
         if teacher_logprobs is None:
             return outputs
+        if teacher_tokens is not None:
+            teacher_logprobs = complete(teacher_tokens, teacher_logprobs, student_logprobs.detach())
         if self.args.estimator == "exact":
             known = teacher_logprobs[:, : student_logprobs.shape[-1]]
             outputs["losses"] = divergence(
@@ -341,16 +430,6 @@ class Policy(LanguageModel):
         outputs["same_top"] = same_top.to(logprobs.dtype)
         outputs["teacher_entropies"] = entr(teacher_logprobs.exp()).sum(-1)
         return outputs
-
-
-class Teacher(LanguageModel):
-    """A frozen model whose forward gives a function from a slice of the response tokens to
-    log-probabilities (n, V).
-    """
-
-    def forward(self, input_ids: Tensor, response_mask: Tensor) -> Callable[[slice], Tensor]:
-        hidden = self.hidden_states(input_ids, response_mask)  # (tokens, H)
-        return lambda part: self.logprobs(hidden[part])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -461,11 +540,14 @@ def generate(
             cache.reorder_cache(kept.nonzero()[:, 0])
 
 
-def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) -> Experience:
+def collect(
+    sampler: Sampler, prompts: Sequence[Row], step: int, state: dict, server: Any = None
+) -> Experience:
     """Gather a response to each prompt of a step: the student's with probability --on_policy_share,
     else the row's.
 
     Args:
+        server: a ServedTeacher, which adds what it says of the response tokens.
         state: `Experience.state` of the previous rollout: the "position" of the next prompt.
     """
     args = sampler.args
@@ -489,6 +571,8 @@ def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) ->
         samples.append(
             Sample(row, row["response"], outputs, stopped=True, text=text, scores=scores)
         )
+    if server is not None:
+        server.teach(samples, sampler.world, sampler.interrupted)
     batch = Batch.from_samples(samples, model_device(sampler.model))
     metrics = batch_metrics(batch, reward_sources)
     # Sources score held-out responses only: here their metrics are NaN.
@@ -505,6 +589,15 @@ def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) ->
     )
 
 
+def behind_teacher_prompts(batch: Batch, places: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the responses at some places (n, T) behind the teacher's prompts, as `collate` lays
+    them out.
+    """
+    samples = [batch.samples[i] for i in places[:, :1].flatten()]
+    rows = [(x.row["teacher_query"], *x.contexts[0][1:]) for x in samples]
+    return collate(rows, places.device)
+
+
 def main(args: Args) -> None:
     # ---- setting up ----
     # What a row is: an assistant turn to learn, a whole conversation, or only a prompt.
@@ -513,28 +606,40 @@ def main(args: Args) -> None:
         learn = "prompts"
     # Without a teacher the loss has temperature 1, and only evaluations use --temperature.
     temperature = args.temperature if args.teacher else 1.0
+    make_policy = functools.partial(Policy, args=args, temperature=temperature)
     parts = set_up(
         args,
         __file__,
-        functools.partial(Policy, args=args, temperature=temperature),
+        make_policy,
         generate,
         ROLLOUT_OUTPUTS,
         learn=learn,
     )
     world, run, wrapped, sampler = parts.world, parts.run, parts.wrapped, parts.sampler
-    teacher = None
-    if args.teacher:
-        make_teacher = functools.partial(
-            Teacher, args=args, temperature=args.teacher_temperature or temperature
-        )
+    teacher: Any = None
+    server: Any = None
+    if args.is_served:
+        from extras.vllm.teacher import ServedTeacher
+
+        server = ServedTeacher(args, sampler.tokenizer, parts.prompts)
+    elif args.teacher == "self":
+        teacher = parts.policy
+    elif args.teacher:
+        name = args.teacher
+        if args.ref_refresh_every and run.checkpoint:  # which holds the refreshed one
+            name = os.path.join(run.checkpoint, "teacher")
         teacher = loading.load_frozen(
-            "--teacher", args.teacher, make_teacher, parts.precision.frozen_dtype, parts.sharding
+            "--teacher", name, make_policy, parts.precision.frozen_dtype, parts.sharding
         )
+        if args.ref_refresh_every:
+            parts.models["teacher"] = teacher.model
     size = args.rollout_batch_size
     total_steps = count_steps(args.passes, parts.prompts, size)
     updates_per_step = utils.count_updates(size, args.mini_batch_size, args.num_epochs)
     optimizer = utils.Optimizer(parts.policy, args, total_steps, updates_per_step)
-    rollouts = parts.start(collect, total_steps, {"": optimizer})  # by model; "": the policy
+    rollouts = parts.start(
+        functools.partial(collect, server=server), total_steps, {"": optimizer}
+    )  # by model; "": the policy
 
     for step in run.steps():
         # ---- 1. rollout ----
@@ -545,8 +650,18 @@ def main(args: Args) -> None:
         # ---- 2. update: epochs, mini-batches (an optimizer step each), micro-batches ----
         run.phase("training")
         sums = utils.Sums(world)
+        # A server gives NaN for a response that it has not answered.
+        told = batch.tokens.get("teacher_logprobs", mask)
+        is_taught = told.isfinite().flatten(1).all(1).tolist()
+        if not any(is_taught):
+            run.fail(f"{server.failure}; no response of step {step} has any")
+        if args.teacher_prompt or args.teacher_system_prompt:
+            places = torch.arange(len(batch.samples), device=mask.device)
+            batch.tokens["places"] = places[:, None].expand(mask.shape)
         trainable = [
-            i for i, x in enumerate(batch.samples) if not (x.conversation and x.conversation.error)
+            i
+            for i, x in enumerate(batch.samples)
+            if is_taught[i] and not (x.conversation and x.conversation.error)
         ]
         updates = utils.mini_batches(
             trainable, args.mini_batch_size, args.num_epochs, (args.seed, step)
@@ -558,9 +673,15 @@ def main(args: Args) -> None:
                 m = micro["response_mask"]  # (n, T), as all of micro and out
                 teach = None  # a function: slice of the response tokens -> log-probs (n, V)
                 set_gradient_sync(wrapped, last)
+                if server is not None:
+                    known = micro["teacher_logprobs"][m], micro["teacher_tokens"][m].long()
+                    teach = lambda part, known=known: tuple(x[part] for x in known)
                 if teacher is not None:
+                    inputs_of_teacher = inputs
+                    if "places" in micro:
+                        inputs_of_teacher = behind_teacher_prompts(batch, micro["places"])
                     with torch.no_grad():
-                        teach = teacher(*inputs)
+                        teach = teacher(*inputs_of_teacher, teaches=True)
                     # The student's forward calls `teach`, which uses the teacher's head, by chunks.
                     if isinstance(teacher, FSDPModule):
                         teacher.unshard()
@@ -575,9 +696,11 @@ def main(args: Args) -> None:
                     add_rollout(sums, micro, out["logprobs"])
             optimizer.step()
 
-        # ---- 3. sync: the engine ----
+        # ---- 3. sync: the engine, the teacher ----
         run.phase("sync")
         rollouts.sync()
+        if args.ref_refresh_every and step % args.ref_refresh_every == 0:
+            sync_reference(teacher, parts.policy)
         total = sums.totals()
 
         # ---- 4. metrics ----
@@ -590,7 +713,9 @@ def main(args: Args) -> None:
             **optimizer.metrics(),
             **sampler.metrics(),
         }
-        if teacher is not None:
+        if server is not None:
+            metrics["teacher/left_out"] = 1 - sum(is_taught) / len(is_taught)
+        if args.teacher:
             metrics["objective/divergence"] = total["losses"] / total["tokens"]
             metrics["teacher/entropy_avg"] = total["teacher_entropies"] / total["tokens"]
             metrics["teacher/same_top_token"] = total["same_top"] / total["tokens"]

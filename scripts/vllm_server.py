@@ -64,6 +64,7 @@ def main(args: Args, others: list[str]) -> None:
         "dtype": {"bf16": "bfloat16", "fp16": "float16", "float32": "float32"}[args.precision],
         "generation-config": "vllm",  # the model's own defaults would change the distribution
         "logprobs-mode": "processed_logprobs",  # after the temperature
+        "max-logprobs": -1,  # a run may ask a teacher for all
         "weight-transfer-config": '{"backend": "nccl"}',
         "middleware": "server_key.CheckKey",
         "worker-extension-cls": WATCH,

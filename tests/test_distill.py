@@ -4,6 +4,7 @@ tests/agreement/ compares the divergences and their gradients with TRL's GKD,
 tests/test_invariance.py the cuts of a batch.
 """
 
+import json
 import math
 from types import SimpleNamespace
 
@@ -12,8 +13,11 @@ import pytest
 import torch
 import transformers
 from helpers import folder_of, metrics_of, read_lines, run_here, tiny_model, write_rows
+from test_reward_client import Server, Told
 
 import distill
+import utils
+from extras.vllm import teacher as vllm_teacher
 from plumbing.data.prompts import load_prompts
 from plumbing.models import loading
 
@@ -54,6 +58,32 @@ def test_sampled_tokens_give_the_gradient_of_the_reverse_kl():
     torch.testing.assert_close(mean, distill.divergence(p, q, "reverse_kl", 0.5))
 
 
+@pytest.mark.parametrize("known", [1, 3, VOCABULARY])
+@pytest.mark.parametrize("kind", ["reverse_kl", "forward_kl", "jsd"])
+def test_all_unknown_tokens_of_a_teacher_count_as_one(kind, known):
+    """Values and gradients: those over the known tokens and one entry for all others."""
+    logits, q = pair(4)
+    top, tokens = q.topk(known)
+    p = logits.log_softmax(-1)
+    merged = []  # student and teacher
+    for x in (p, q):
+        rows = []
+        for row, of_row in zip(x, tokens):
+            others = [i for i in range(VOCABULARY) if i not in of_row]
+            rest = [sum(row[i].exp() for i in others).log()] if others else []
+            rows.append(torch.stack([*(row[i] for i in of_row), *rest]))
+        merged.append(torch.stack(rows))
+    expected = distill.divergence(*merged, kind, 0.3)
+    gradient = torch.autograd.grad(expected.sum(), logits, retain_graph=True)
+    # the first one twice, as a server has it
+    tokens, top = (torch.cat([x, x[:, :1]], -1) for x in (tokens, top))
+    value = distill.divergence(p, distill.complete(tokens, top, p.detach()), kind, 0.3)
+    torch.testing.assert_close(value, expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(
+        torch.autograd.grad(value.sum(), logits), gradient, rtol=1e-10, atol=1e-12
+    )
+
+
 # ---- the statistics of chunks --------------------------------------------------------------------
 
 
@@ -89,10 +119,8 @@ def test_chunks_give_what_whole_logits_give(tmp_path, monkeypatch):
     for size in (2, 100):
         monkeypatch.setattr(distill, "CHUNK_TOKENS", size)
         with torch.no_grad():
-            teacher_logprobs = distill.Teacher(teacher, args, 2.0)(ids, mask)
-        out = distill.Policy(student, args, 0.5)(
-            ids, mask, torch.zeros(int(mask.sum())), teacher_logprobs
-        )
+            teach = distill.Policy(teacher, args, 2.0)(ids, mask, teaches=True)
+        out = distill.Policy(student, args, 0.5)(ids, mask, torch.zeros(int(mask.sum())), teach)
         torch.testing.assert_close(out, expected, **near)
         student.zero_grad()
         (3 * out["losses"].sum()).backward()
@@ -262,6 +290,188 @@ def test_the_temperature_of_the_teacher(tmp_path, given):
     assert [row[name] for name in names] == pytest.approx(entropies, rel=1e-6)
 
 
+# ---- the model as its own teacher ----------------------------------------------------------------
+
+WORKED = "{prompt}={answer}:"
+
+
+def test_the_model_teaches_itself_behind_another_prompt(tmp_path):
+    values = flags(tmp_path, on_policy_share=0.0, teacher_prompt=WORKED, passes=4 / 13)
+    values["teacher"] = "self"
+    run_here({**values, "micro_batch_tokens": 1}, "distill")
+    model = transformers.AutoModelForCausalLM.from_pretrained(values["model"], dtype=torch.float64)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(values["model"])
+    answers = {row["prompt"]: row["answer"] for row in helpers.ROWS}
+    (metrics,) = metrics_of(values)
+    expected = []
+    for row in read_lines(folder_of(values) / "samples.jsonl"):
+        answer = answers[row["prompt"]]
+        response = tokenizer.encode(row["response"])
+        logprobs = []
+        for prompt in (row["prompt"], f"{row['prompt']}={answer}:"):
+            query = tokenizer.encode(prompt)
+            ids = torch.tensor([query + response])
+            logprobs.append(model(ids).logits[0, len(query) - 1 :].log_softmax(-1))
+        expected += distill.divergence(*logprobs, "reverse_kl", 0.5).tolist()
+    mean = sum(expected) / len(expected)
+    assert metrics["objective/divergence"] == pytest.approx(mean, rel=1e-6)
+
+
+def test_a_refreshed_teacher_is_the_live_model_once_a_step(tmp_path):
+    """Also after it was resumed: the checkpoint holds the teacher."""
+    values = flags(tmp_path, teacher_prompt=WORKED, passes=16 / 13, mini_batch_size=0)
+    losses = {}
+    for name, changes in (
+        ("live", {"teacher": "self"}),
+        ("whole", {"teacher": values["model"], "ref_refresh_every": 1}),
+        ("every other", {"teacher": values["model"], "ref_refresh_every": 2}),
+    ):
+        run = {**values, **changes, "run_name": name}
+        run_here(run, "distill")
+        losses[name] = [row["train/loss"] for row in metrics_of(run)]
+    assert losses["whole"] == pytest.approx(losses["live"], rel=1e-9)
+    assert losses["every other"][1] != pytest.approx(losses["live"][1], rel=1e-9)
+    halves = {**run, "run_name": "halves", "save_every": 3, "passes": 12 / 13}
+    run_here(halves, "distill")
+    run_here({**halves, "passes": 16 / 13, "resume": True}, "distill")
+    assert [row["train/loss"] for row in metrics_of(halves)] == losses["every other"]
+
+
+def test_the_prompt_of_the_teacher(tmp_path):
+    """A column of text or messages, a template; a system turn of its own."""
+    model = tiny_model(tmp_path / "model", chat=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    told = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
+    rows = [{"prompt": "1+1=", "answer": 2, "told": told, "more": {"x": "y"}}]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    turn = lambda role, content: {"role": role, "content": content}
+    load = lambda name, args: load_prompts(
+        "--dataset", name, "train", tokenizer, args, lambda *_: "", None, "prompts", [1]
+    )
+    cases = {
+        ("told", ""): told,
+        ("told", "c"): [turn("system", "c"), told[1]],
+        ("", "c"): [turn("system", "c"), turn("user", "1+1=")],
+        ("{prompt}{answer}, {more.x}", ""): [turn("user", "1+1=2, y")],
+        ("more.x", "c"): [turn("system", "c"), turn("user", "y")],
+    }
+    for (prompt, system), expected in cases.items():
+        given = dict(teacher="self", teacher_prompt=prompt, teacher_system_prompt=system)
+        args = distill.Args(model=model, max_response_length=50, **given)
+        [(loaded, _)] = load(path, args)
+        text = tokenizer.apply_chat_template(expected, tokenize=False, add_generation_prompt=True)
+        assert tokenizer.decode(loaded[0]["teacher_query"]) == text
+        assert loaded[0]["query"] != loaded[0]["teacher_query"]
+    several = write_rows(tmp_path / "several.jsonl", [{"messages": MESSAGES, "more": {"x": "y"}}])
+    with pytest.raises(utils.UserError, match="several.jsonl row 1: has several turns to learn"):
+        load(several, args)
+
+
+# ---- a teacher on a server -----------------------------------------------------------------------
+
+
+class Serving(Told):
+    """As vLLM; a POST is answered by `Server.behave`."""
+
+    def do_GET(self):
+        body = json.dumps({"data": [{"max_model_len": 250}]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+@pytest.fixture
+def serve():
+    """Serves a model; `status(prompt)` is that of an answer."""
+    servers = []
+
+    def start(name: str, status=lambda prompt: 200, decode=None) -> str:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+        model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=torch.float64)
+
+        def behave(question, _):
+            if "tokens" in question:
+                return 200, {"prompt": (decode or tokenizer.decode)(question["tokens"])}, {}
+            ids, k = question["prompt"], question["prompt_logprobs"]
+            assert question["max_tokens"] == 1
+            with torch.no_grad():
+                logprobs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+            known = [None]
+            for token, row in zip(ids[1:], logprobs):
+                chosen = dict.fromkeys([token, *row.topk(k).indices.tolist()])
+                known.append({i: {"logprob": row[i].item()} for i in chosen})
+            return status(ids), {"choices": [{"prompt_logprobs": known}]}, {}
+
+        servers.append(Server(behave, Serving))
+        return servers[-1].url
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"divergence": "jsd", "on_policy_share": 0.5, "teacher_prompt": WORKED},
+        {"estimator": "sampled"},
+    ],
+)
+def test_a_server_teaches_as_a_local_model_does(tmp_path, serve, changes):
+    """With the log-probabilities of all tokens, or of the sampled one; it has more tokens than the
+    student.
+    """
+    values = flags(tmp_path, **changes)
+    size = transformers.AutoConfig.from_pretrained(values["model"]).vocab_size + 5
+    teacher = tiny_model(tmp_path / "teacher", "llama", hidden_size=48, vocab_size=size)
+    run_here({**values, "teacher": teacher}, "distill")
+    local = metrics_of(values)
+    top_k = {} if "estimator" in changes else {"teacher_top_k": size}
+    served = {**values, "teacher": serve(teacher), "run_name": "served", **top_k}
+    run_here(served, "distill")
+    for row, expected in zip(metrics_of(served), local, strict=True):
+        names = ["train/loss", "objective/divergence", "loss/grad_norm"]
+        names += ["teacher/same_top_token"] if top_k else []
+        assert row.pop("teacher/left_out") == 0
+        assert [row[x] for x in names] == pytest.approx([expected[x] for x in names], rel=1e-6)
+
+
+def test_what_a_server_does_not_answer_does_not_train(tmp_path, serve, capfd, monkeypatch):
+    """Other requests are sent again after 503; a step without any answer ends the run."""
+    monkeypatch.setattr(vllm_teacher, "SERVER_PATIENCE", 60.0)
+    teacher = tiny_model(tmp_path / "teacher", "llama")
+    asked = []
+
+    def status(ids: list[int]) -> int:
+        """Refuse the first prompt; the others are answered when they are asked again."""
+        asked.append(ids)
+        return 404 if ids == asked[0] else 200 if asked.count(ids) > 1 else 503
+
+    values = flags(tmp_path, teacher=serve(teacher, status), passes=4 / 13)
+    run_here(values, "distill")
+    (row,) = metrics_of(values)
+    assert 0 < row["teacher/left_out"] < 1 and row["train/loss"] > 0
+    assert "HTTP status 404" in capfd.readouterr().err
+    failing = {**values, "teacher": serve(teacher, lambda _: 400), "run_name": "failing"}
+    line = helpers.refused(capfd, run_here, failing, "distill")
+    assert "--teacher http://" in line and "no response of step 1 has any" in line
+
+
+def test_servers_that_cannot_teach(tmp_path, serve, capsys, monkeypatch):
+    monkeypatch.setattr(vllm_teacher, "SERVER_START", 0.0)
+    values = flags(tmp_path)
+    nobody = f"http://127.0.0.1:{helpers.free_port()}"
+    refused = lambda **x: helpers.refused(capsys, run_here, {**values, **x}, "distill")
+    assert f"--teacher {nobody}: /v1/models failed" in refused(teacher=nobody)
+    url = serve(values["model"])
+    assert f"--teacher {url}: reads 250 tokens" in refused(teacher=url, max_response_length=245)
+    url = serve(values["model"], decode=lambda ids: "another text")
+    assert "another vocabulary" in refused(teacher=url)
+
+
 def test_the_mismatch_is_that_before_the_first_update(tmp_path):
     """Of two in a step."""
     teacher = tiny_model(tmp_path / "teacher", initializer_range=0.1)
@@ -320,6 +530,8 @@ def files(tmp_path_factory):
     tiny_model(folder / "smaller", vocab_size=150)
     helpers.scalar_folder(values["model"], folder / "other_vocabulary", tokens=("ab", "12"))
     write_rows(folder / "unanswered.jsonl", [{"prompt": "1+1="}] * 9)
+    told = {"prompt": "1+1=", "turns": [{"role": "user"}], "long": "1" * 245}
+    write_rows(folder / "turns.jsonl", [told] * 9)
     return SimpleNamespace(folder=folder, values={**values, "model": "model"})
 
 

@@ -66,8 +66,8 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 64
 
-    def __init__(self, behave):
-        super().__init__(("127.0.0.1", 0), Told)
+    def __init__(self, behave, handler=Told):
+        super().__init__(("127.0.0.1", 0), handler)
         self.behave = behave
         self.lock = threading.Lock()
         self.end = threading.Event()

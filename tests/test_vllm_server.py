@@ -20,6 +20,7 @@ import torch
 import transformers
 import urllib3
 import vllm_server
+from datasets import Dataset
 from engine_checks import (
     alike,
     converse,
@@ -33,11 +34,14 @@ from helpers import ROOT, free_port, refused, sampled_by, tiny_model
 from test_reward_client import Server
 from tiny_models import random_model
 
+import distill
 import utils
 from extras.vllm import servers as vllm_servers
 from extras.vllm.servers import Servers
+from extras.vllm.teacher import ServedTeacher
 from grpo import Args
 from plumbing.models import sharding
+from plumbing.rollout.batch import Sample
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
@@ -239,6 +243,41 @@ def test_every_path_but_health_requires_the_key(running, engine, capsys, monkeyp
         assert (
             f"{url}: /get_world_size failed" in line
             and "VLLM_API_KEY is not the one of the server" in line
+        )
+
+
+@pytest.mark.parametrize("top_k", [0, 3, 1000])
+def test_a_server_teaches(engine, running, top_k):
+    """Log-probabilities of sampled and most likely tokens; 1000 is more than there are."""
+    servers, model = engine
+    servers.sync(model, 0)
+    size = model.config.vocab_size
+    tokenizer = transformers.AutoTokenizer.from_pretrained(running[1])
+    args = distill.Args(
+        model=running[1],
+        teacher=servers.urls[0],
+        teacher_top_k=min(top_k, size) or 20,
+        estimator="exact" if top_k else "sampled",
+        max_response_length=20,
+    )
+    rows = Dataset.from_dict({"query": [20], "teacher_query": [20]})
+    queries = prompts(4)
+    samples = [
+        Sample({"query": query, "teacher_query": []}, query[5:], {}, True) for query in queries
+    ]
+    ServedTeacher(args, tokenizer, rows).teach(samples, WORLD, lambda: False)
+    for query, sample in zip(queries, samples):
+        with torch.no_grad():
+            logits = model(torch.tensor([query + sample.response.tolist()])).logits
+        expected = logits[0, len(query) - 1 : -1].log_softmax(-1)
+        tokens, logprobs = (
+            torch.tensor(sample.outputs[f"teacher_{name}"]) for name in ("tokens", "logprobs")
+        )
+        assert tokens[:, 0].tolist() == sample.response.tolist()
+        assert (logprobs - expected.gather(1, tokens.long())).abs().max() < 1e-4
+        known = [set(row) for row in tokens.long().tolist()]
+        assert all(
+            {*row.topk(min(top_k, size)).indices.tolist()} <= x for row, x in zip(expected, known)
         )
 
 

@@ -28,10 +28,11 @@ from plumbing.models.config import check_fits
 from utils import UserError, first_line, warn
 
 LISTS = ("query", "response", "chosen", "rejected")
+ENCODED = (*LISTS, "teacher_query")  # the teacher's prompt is no part of what a run trains on
 ROWS_PER_PROCESS = 20_000  # fewer are encoded sooner than a process starts
-# How many token ids a row has in each of LISTS, the highest of them, whether the row has a problem,
+# How many token ids a row has in each of ENCODED, the highest of them, whether the row has a problem,
 # and a hash of what must not be trained and evaluated on.
-NUMBERS = (*LISTS, "highest", "has_problem", "about")
+NUMBERS = (*ENCODED, "highest", "has_problem", "about")
 to_json = json.JSONEncoder(default=str).encode  # what JSON lacks, such as dates, becomes text
 
 
@@ -48,12 +49,12 @@ def encode_rows(
     Args:
         flag, name: of the data set; rows say the name, and may have another one in the next run.
         raw: as `read_rows` gives it.
-        make: a partial function, which makes a list of rows of a row, from its place and itself: LISTS of `Text`s
+        make: a partial function, which makes a list of rows of a row, from its place and itself: ENCODED, of `Text`s,
             and what else JSON can hold, with "problem": why nothing can score it, or "". "about", by
             default "prompt", is what must not be trained and evaluated on.
         stop_ids: see `encode_texts`.
     Returns:
-        A `datasets.Dataset` of all without a problem: `rows[i]` reads one, in which LISTS are token
+        A `datasets.Dataset` of all without a problem: `rows[i]` reads one, in which ENCODED are token
         ids, and "mask" is 1 for those of the response that are to be learned. Its fingerprint goes
         by all that decides what the rows are, and by their order.
     """
@@ -115,7 +116,7 @@ def encode_batch(
     rows = []
     for at, row in parse(where, table, indices):
         rows += make(at, row)
-    texts = [text for row in rows for name in LISTS for text in row.get(name, ())]
+    texts = [text for row in rows for name in ENCODED for text in row.get(name, ())]
     # 64 at a time: on 4,000 texts that took less time than one call for all.
     lists = (encode_texts(texts[i : i + 64], tokenizer, stop_ids) for i in range(0, len(texts), 64))
     encoded = zip(texts, chain.from_iterable(lists))
@@ -123,7 +124,7 @@ def encode_batch(
     for row in rows:
         about = xxh64_intdigest(row.pop("about", row["prompt"]).encode()) >> 1
         numbers = {"has_problem": int(row["problem"] != ""), "about": about, "highest": 0}
-        for name in LISTS:
+        for name in ENCODED:
             parts = [next(encoded) for _ in row.get(name, ())]
             row[name] = list(chain.from_iterable(ids for _, ids in parts))
             numbers[name] = len(row[name])
@@ -149,7 +150,7 @@ def column(rows: Any, *names: str) -> np.ndarray:
 
 
 def check_rows_fit(model: str, rows: Any, names: Sequence[str], flag: str, room: int = 0) -> None:
-    """Raise a UserError if --model cannot read some of LISTS of all rows, the longest with `room`
+    """Raise a UserError if --model cannot read some of ENCODED of all rows, the longest with `room`
     more tokens; see `check_fits`.
     """
     if len(rows):

@@ -12,6 +12,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from plumbing.data.cache import check_rows_fit, column, encode_rows, leave_out
+from plumbing.data.encoding import Text
 from plumbing.data.formats import (
     COLUMNS,
     Columns,
@@ -27,6 +28,7 @@ from plumbing.data.messages import Message, is_turn_of_assistant, read_messages
 from plumbing.data.mixture import first_prompts, mix
 from plumbing.data.rendering import Rendering
 from plumbing.data.rows import first_rows, read_parts, split_of
+from plumbing.models.config import positions_of
 from utils import UserError, say, warn
 
 SHORT = reprlib.Repr()  # one line of 150 characters, of both ends of a text
@@ -125,13 +127,19 @@ def load_prompts(
     parts = []
     learns_turns = learn in ("turns", "conversations")
     named = args.response_column if learn else ""
-    rendering = Rendering(
+    make_rendering = functools.partial(
+        Rendering,
         tokenizer,
         stop_ids,
-        args.system_prompt,
         as_is=args.chat_template == "none",
         tools=conversations and conversations.schemas,
     )
+    rendering = make_rendering(args.system_prompt)
+    make_teacher_query = None
+    own = getattr(args, "teacher_prompt", ""), getattr(args, "teacher_system_prompt", "")
+    if learn and any(own):
+        of_teacher = make_rendering(own[1] or args.system_prompt)
+        make_teacher_query = functools.partial(teacher_query, of_teacher, *own)
     for part, raw, weight in read_parts(flag, name, split):
         where = f"{flag} {part}"
         find: Callable = functools.partial(find_column, where, rows=first_rows(where, raw))
@@ -153,6 +161,7 @@ def load_prompts(
                 reward=args.reward, reward_weights=getattr(args, "reward_weights", ())
             ),
             why_unscorable=why_unscorable,
+            make_teacher_query=make_teacher_query,
         )
         rows = encode_rows(flag, part, raw, make, tokenizer, stop_ids)
         if not len(rows):
@@ -169,6 +178,12 @@ def load_prompts(
         why = f"which have more tokens than --max_prompt_length {args.max_prompt_length}"
         fits = column(rows, "query") <= args.max_prompt_length
         rows = leave_out(where, rows, fits, why)
+        if make_teacher_query:
+            first = tokenizer.decode(rows[0]["teacher_query"])
+            say(f"{where}: prompt of the teacher: {SHORT.repr(first)}")
+            room = positions_of(args.loaded_teacher or args.model) - args.max_response_length
+            why = f"whose prompts of the teacher leave it no --max_response_length {args.max_response_length}"
+            rows = leave_out(where, rows, column(rows, "teacher_query") <= room, why)
         parts.append((rows, weight))
     return parts
 
@@ -209,18 +224,21 @@ def make_prompts(
     span: tuple[float, float],
     sources: Any,
     why_unscorable: Callable,
+    make_teacher_query: Callable | None = None,
 ) -> list[dict]:
     """Return what a run needs of a row of a data set, for `encode_rows`.
 
     Args:
         at: its place. span: the rows whose prompts have a hash from 0 to 1 within it are read.
         sources: --reward and --reward_weights.
+        make_teacher_query: see `teacher_query`; None where the teacher reads the same prompt.
     Returns:
         Rows {"prompt": the text that the model sees, "query": [the same to encode], "messages": the
         same as messages, None with --chat_template none, "answer": the reference or None, "target":
         it or the turn to learn, "target_from": its column, "sources": what `named_sources` gives,
         "columns": the row as it was read, "problem": what `why_unscorable` gives, "response": [the
-        text to learn], if there is one}. One, or as `learn` says; none if the row is not read.
+        text to learn], if there is one, "teacher_query": [the teacher's prompt], if it is another}.
+        One, or as `learn` says; none if the row is not read.
     """
     prompt = read_prompt(at, row, columns.prompt)
     if not span[0] <= zlib.crc32(repr(prompt).encode()) / 2**32 < span[1]:
@@ -252,11 +270,56 @@ def make_prompts(
             "columns": row,
         }
         encoded["problem"] = why_unscorable(at, encoded, sources)
+        if make_teacher_query:
+            text = make_teacher_query(at, row, turns[:i], tools, alone=len(learned) < 2)
+            encoded["teacher_query"] = [text]
         if learned and learn != "prompts":
             text = rendering.turn(at, before, query, turns[i].as_dict(), tools)
             encoded |= {"target": text.shown.removesuffix(stop), "response": [text]}
         made.append(encoded)
     return join_turns(made, stop) if learn == "conversations" else made
+
+
+def teacher_query(
+    rendering: Rendering,
+    prompt: str,
+    system_prompt: str,
+    at: str,
+    row: dict,
+    turns: list[Message],
+    tools: list[dict] | None,
+    alone: bool,
+) -> Text:
+    """Return the prompt that the teacher reads before a turn; raise a UserError if --teacher_prompt
+    names what the row lacks, or if the row has several turns to learn, each with a prompt.
+
+    Args:
+        rendering: with the teacher's system prompt. prompt, system_prompt: --teacher_prompt and
+            --teacher_system_prompt. turns: before the turn. alone: whether it is the only one.
+    """
+
+    def value(column: str) -> Any:
+        found = value_at(row, column)
+        if not is_filled(found):
+            raise UserError(
+                f"{at}: has nothing in column {column!r} of --teacher_prompt; it has {', '.join(row)}"
+            )
+        return found
+
+    def text(field: re.Match) -> str:
+        found = value(field[1])
+        if isinstance(found, list | dict):
+            raise UserError(f"{at}: --teacher_prompt has {field[0]}, and the column is not text")
+        return str(found)
+
+    if prompt:
+        if not alone:
+            raise UserError(f"{at}: has several turns to learn, and --teacher_prompt is one prompt")
+        filled, fields = re.subn(r"\{(\w[\w.]*)\}", text, prompt)
+        turns = read_messages(at, filled if fields else value(prompt))
+    if system_prompt:
+        turns = [turn for turn in turns if turn.role != "system"]
+    return rendering.prompt(at, rendering.dialogue(turns), tools)
 
 
 def turns_to_learn(

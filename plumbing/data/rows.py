@@ -19,6 +19,7 @@ class Row(TypedDict, total=False):
 
     prompt: str  # the text that the model sees
     query: list[int]  # its token ids
+    teacher_query: list[int]  # of the prompt that the teacher reads, if it is another one
     messages: list[dict] | None  # the same as messages, None with --chat_template none
     answer: Any  # the reference, or None
     response: list[int]  # to learn from: its token ids
@@ -31,7 +32,7 @@ class Row(TypedDict, total=False):
 
 
 # Raise it where rows are read or encoded in another way: caches go by it (tests/test_data.py).
-VERSION = 1
+VERSION = 2
 # The columns of rows whose columns have no types: the place of a row, for messages, and itself.
 AT, LINE = "place", "line of JSON"
 MORE_CELLS = "more cells than names"  # in place of such a line of .csv

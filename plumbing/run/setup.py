@@ -91,8 +91,8 @@ def set_up(
     ptx_rows = load_supervised(args, tokenizer, stop_ids) if getattr(args, "ptx_coef", 0) else ()
     if getattr(args, "value_model", ""):
         check_can_read("--value_model", args.value_model, tokenizer)
-    if getattr(args, "teacher", ""):
-        check_same_tokens("--teacher", args.teacher, args.model)
+    if teacher := getattr(args, "loaded_teacher", ""):
+        check_same_tokens("--teacher", teacher, args.model)
     scored = eval_prompts if learn else prompts
     reward_sources = RewardSources(args, tokenizer, scored, conversations is not None)
 

@@ -90,7 +90,8 @@ def files(tmp_path_factory):
 LEFT_OUT = set(
     "run_name output_dir resume total_episodes passes stop_at "
     "track config agent agent_timeout rollout_servers kv_cache_gb async_steps vllm_tensor_parallel "
-    "prompt_column answer_column response_column chat_template_kwargs compile rollouts_from".split()
+    "prompt_column answer_column response_column chat_template_kwargs compile rollouts_from "
+    "teacher_top_k".split()
 )
 
 TABLES = helpers.table("random_runs.yaml")
