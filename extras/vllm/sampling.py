@@ -6,6 +6,7 @@ asks servers.
 
 import contextlib
 import itertools
+from types import SimpleNamespace
 from typing import Any, Callable, Coroutine, Iterable
 
 from torch import Tensor
@@ -16,6 +17,8 @@ from plumbing.models.sharding import base_weights
 from utils import first_line
 
 WATCH = "extras.vllm.sampling.WeightWatch"  # vLLM's worker_extension_cls
+# Of vLLM's LoRARequest. There is no such file: the adapter is in memory when a request names it.
+ADAPTER = {"lora_name": "policy", "lora_int_id": 1, "lora_path": "/policy"}
 # Token ids up to and including a stop token; and by name, a value for each of them.
 Response = tuple[list[int], dict[str, list]]
 
@@ -60,11 +63,15 @@ def sent_weights(model: PreTrainedModel) -> list[tuple[str, Tensor, Any]]:
 
 
 class WeightWatch:
-    """Mixed into vLLM's workers: finds out which weights a sync has not loaded. vLLM itself only
-    logs them, and goes on.
+    """Mixed into vLLM's workers: finds out which weights a sync has not loaded, as vLLM itself only
+    logs them and goes on; and loads an adapter from memory, where vLLM itself reads a folder.
     """
 
-    get_model: Callable  # of the worker
+    get_model: Callable  # of the worker, as these
+    device: Any
+    model_runner: Any
+    vllm_config: Any
+    weight_transfer_engine: Any
 
     def watch_weights(self, tied: dict[str, str]) -> None:
         """Begin to record which weights are loaded.
@@ -93,15 +100,65 @@ class WeightWatch:
         """Return the names of the model's weights that were not loaded since `watch_weights`."""
         model = self.get_model()
         del model.load_weights  # of this object: that of its class is left
-        return sorted({name for name, _ in model.named_parameters()} - self.loaded)
+        names = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}
+        return sorted(names - self.loaded)
 
+    def adapter_rank(self) -> int:
+        """Return the greatest rank of an adapter that the worker takes; 0 if it takes none."""
+        config = self.vllm_config.lora_config
+        return config.max_lora_rank if config else 0
 
-def check_sent(of_workers: list[list[str]]) -> None:
-    """Raise RuntimeError if a worker has `missing_weights`."""
-    if missing := sorted(set().union(*of_workers)):
-        raise RuntimeError(
-            f"{len(missing)} of its weights are none of the trained model's: {', '.join(missing[:3])}"
+    def load_adapter(self, tensors: dict[str, Tensor], rank: int, alpha: int) -> list[str]:
+        """Load an adapter in place of the one before; return the names of its layers that the model
+        does not have.
+
+        Args:
+            tensors: by peft's names. vLLM scales them in place.
+        """
+        from vllm.lora.lora_model import LoRAModel
+        from vllm.lora.peft_helper import PEFTHelper
+
+        manager = self.model_runner.lora_manager._adapter_manager
+        names = getattr(manager.model, "hf_to_vllm_mapper", None)
+        adapter = LoRAModel.from_lora_tensors(
+            ADAPTER["lora_int_id"],
+            tensors,
+            PEFTHelper(rank, alpha, []),
+            device=self.device,
+            dtype=manager.lora_config.lora_dtype,
+            weights_mapper=names and names.get_rename_mapper(),
         )
+        manager.remove_adapter(adapter.id)
+        manager.add_adapter(adapter)
+        manager.activate_adapter(adapter.id)
+        return sorted(adapter.loras.keys() - manager.modules.keys())
+
+    def receive_adapter(self, update_info: dict, rank: int, alpha: int) -> list[str]:
+        """Receive an adapter by vLLM's weight transfer, and load it; see `load_adapter`."""
+        tensors: dict[str, Tensor] = {}
+        take = lambda weights: tensors.update({name: tensor.clone() for name, tensor in weights})
+        transfer = self.weight_transfer_engine
+        transfer.set_weight_update_target(SimpleNamespace(load_weights=take), None)
+        try:
+            transfer.receive_weights(transfer.parse_update_info(update_info))
+        finally:
+            transfer.reset_weight_update_target()
+        return self.load_adapter(tensors, rank, alpha)
+
+
+def check_sent(
+    of_workers: list[list[str]], what: str = "of its weights are none of the trained model's"
+) -> None:
+    """Raise RuntimeError if a worker has `missing_weights`, or other names that it should not
+    have.
+    """
+    if names := sorted(set().union(*of_workers)):
+        raise RuntimeError(f"{len(names)} {what}: {', '.join(names[:3])}")
+
+
+def check_adapted(of_workers: list[list[str]]) -> None:
+    """Raise RuntimeError if a worker's model lacks layers of an adapter."""
+    check_sent(of_workers, "layers of the adapter are none of its own; use --no-vllm_lora")
 
 
 class VllmSampling(EventLoop):
@@ -120,6 +177,9 @@ class VllmSampling(EventLoop):
             saves a checkpoint and prints it.
         about: what the run prints at its start.
         synced: bytes of weights in the last sync.
+        sends_adapter: whether a sync sends the adapter, and only the first one the base, too; else
+            each sync sends merged weights.
+        has_base: whether the engine has the base of the adapters that it gets.
         is_shared: whether several ranks share the engine. Then an interruption does not end a
             rollout: all these ranks have to make every step of it.
     """
@@ -129,6 +189,8 @@ class VllmSampling(EventLoop):
     failure = ""
     about = ""
     synced = 0
+    sends_adapter = False
+    has_base = False
     is_shared = False
 
     def run_all(self, calls: Iterable[Coroutine], interrupted: Callable) -> None:

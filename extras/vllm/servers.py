@@ -10,21 +10,22 @@ import json
 import math
 import os
 import time
-from typing import Iterator
+from typing import Any, Iterator
 
 import aiohttp
 import torch
 from transformers import PreTrainedModel
 
 from extras.vllm.sampling import (
+    ADAPTER,
     Response,
     VllmSampling,
+    check_adapted,
     check_sent,
     policy_steps,
     sent_weights,
 )
-from plumbing.cli import RolloutArgs
-from plumbing.models.sharding import merged
+from plumbing.models.sharding import adapter_weights, merged
 from utils import UserError, World, first_line
 
 SERVER_START = 600.0  # seconds in which a server has to answer when a run starts
@@ -37,11 +38,17 @@ TRANSFER = 600.0  # seconds in which a part of the weight transfer has to be don
 
 
 class Weights:
-    """A model's weights as they are sent, with its adapter merged: vLLM's WeightSource."""
+    """A model's weights as they are sent: vLLM's WeightSource.
+
+    Attributes:
+        entries: of `sent_weights` or `adapter_weights`.
+        adapter: whether adapters are merged.
+    """
 
     def __init__(self, dtype: torch.dtype):
         self.dtype = dtype
-        self.entries: list[tuple] = []  # of `sent_weights`
+        self.entries: list[tuple] = []
+        self.adapter = True
 
     def metadata(self) -> list:
         from vllm.distributed.weight_transfer import ParamMeta
@@ -60,16 +67,18 @@ class Weights:
         """
         for meta in self.metadata():
             _, weight, layer = self.entries.pop(0)
-            yield meta.name, merged(weight.detach(), layer).to(meta.dtype).contiguous()
+            full = merged(weight.detach(), layer, self.adapter)
+            yield meta.name, full.to(meta.dtype).contiguous()
 
 
 class Servers(VllmSampling):
     """vLLM servers as one rollout engine: each server samples a share of every rank's queries."""
 
-    def __init__(self, args: RolloutArgs, world: World, compute_dtype: torch.dtype | None):
+    def __init__(self, args: Any, world: World, compute_dtype: torch.dtype | None):
         """Wait for the servers of --rollout_servers and connect, or raise a UserError.
 
         Args:
+            args: the flags of a script: those of plumbing.cli.RolloutArgs, and lora_rank.
             compute_dtype: number format in which the weights are sent; None: float32.
         """
         super().__init__()
@@ -82,9 +91,15 @@ class Servers(VllmSampling):
         self.headers = {"Authorization": f"Bearer {os.environ.get('VLLM_API_KEY', '')}"}
         try:
             self._connect()
+            world.barrier()
+            if args.lora_rank and args.vllm_lora:
+                ranks = self._ask_all("/collective_rpc", {"method": "adapter_rank"})
+                least = min(int(rank) for answer in ranks for rank in answer["results"])
+                self.sends_adapter = args.lora_rank <= least
         except (OSError, RuntimeError) as error:
             raise UserError(f"--rollout_servers {first_line(error)}", local=True) from error
-        world.barrier()
+        self.weights.adapter = not self.sends_adapter
+        self.about += ", and the adapter" if self.sends_adapter else ""
 
     async def _request(
         self,
@@ -111,8 +126,8 @@ class Servers(VllmSampling):
                 ) as answer:
                     status = answer.status
                     text = await answer.text()
-                if answer.ok:
-                    return json.loads(text) if text else {}  # /health has no body
+                if answer.ok:  # some answers have no body, or a sentence
+                    return json.loads(text) if answer.content_type == "application/json" else {}
                 why = f"HTTP status {status}: {text[:300]}"
             except (aiohttp.ClientError, ValueError) as error:
                 why = first_line(error) or type(error).__name__
@@ -161,7 +176,8 @@ class Servers(VllmSampling):
             info, client=self, source=self.weights
         )
 
-    # vLLM's trainer makes these four calls (VLLMWeightSyncClient). Here they go to all servers.
+    # vLLM's trainer makes these four calls (VLLMWeightSyncClient). Here they go to all servers. An
+    # adapter does not begin and finish an update of vLLM's, which takes all weights of a model.
 
     def init_weight_transfer_engine(self, init_info: dict) -> None:
         bodies = [{"init_info": {**init_info, "rank_offset": rank}} for rank in self.first_ranks]
@@ -169,16 +185,28 @@ class Servers(VllmSampling):
 
     def start_weight_update(self) -> None:
         self._ask_all("/pause?mode=keep", {})  # requests wait until /resume
-        self._ask_all("/collective_rpc", {"method": "watch_weights", "args": [self.tied]})
-        self._ask_all("/start_weight_update", {})
+        if not self.has_base:
+            self._ask_all("/collective_rpc", {"method": "watch_weights", "args": [self.tied]})
+            self._ask_all("/start_weight_update", {})
 
     def update_weights(self, update_info: dict) -> None:
-        self._ask_all("/update_weights", {"update_info": update_info})
+        if not self.has_base:
+            self._ask_all("/update_weights", {"update_info": update_info})
+            return
+        call = {"method": "receive_adapter", "args": [update_info, *self.scale]}
+        for answer in self._ask_all("/collective_rpc", call):
+            check_adapted(answer["results"])
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self._ask_all("/finish_weight_update", {"weight_version": str(self.step)})
-        for answer in self._ask_all("/collective_rpc", {"method": "missing_weights"}):
-            check_sent(answer["results"])
+        if self.has_base:
+            self._ask_all("/update_weight_version", {"new_version": str(self.step)})
+            for url, models in zip(self.urls, self._ask_all("/v1/models")):
+                if ADAPTER["lora_name"] not in [model["id"] for model in models["data"]]:
+                    self.run(self._request(url, "/v1/load_lora_adapter", ADAPTER))
+        else:
+            self._ask_all("/finish_weight_update", {"weight_version": str(self.step)})
+            for answer in self._ask_all("/collective_rpc", {"method": "missing_weights"}):
+                check_sent(answer["results"])
         answers = self._ask_all("/reset_prefix_cache?reset_running_requests=true", {})
         if not all(answer["success"] for answer in answers):
             raise RuntimeError(
@@ -189,19 +217,31 @@ class Servers(VllmSampling):
     def sync(self, model: PreTrainedModel, step: int) -> None:
         """Give all servers the weights of `model` after a step; all ranks call it."""
         self.world.barrier()
-        self.weights.entries = sent_weights(model)
         self.tied = model.all_tied_weights_keys
         self.step = step
-        self.synced = sum(
-            meta.dtype.itemsize * math.prod(meta.shape) for meta in self.weights.metadata()
-        )
-        with self._errors_as_failure():
-            self.sender.send_weights()  # rank 0 sends, other ranks only gather
-        for _ in self.weights:  # after an error, the other ranks still gather the rest
-            pass
+        self.synced = 0
+        if not self.has_base:
+            self._send(sent_weights(model))
+        if self.sends_adapter:
+            config = model.peft_config["default"]
+            self.scale = config.r, config.lora_alpha
+            self.has_base = True
+            self._send(adapter_weights(model))
         # After an error on one rank the servers stay paused, and answer no rank.
         failure = max(self.world.all_gather([self.failure]))
         self.failure = self.failure or failure
+
+    def _send(self, entries: list[tuple]) -> None:
+        """Send weights from rank 0; the other ranks only gather."""
+        self.weights.entries = entries
+        self.synced += sum(
+            meta.dtype.itemsize * math.prod(meta.shape) for meta in self.weights.metadata()
+        )
+        with self._errors_as_failure():
+            if not self.failure:
+                self.sender.send_weights()
+        for _ in self.weights:  # after an error, the other ranks still gather the rest
+            pass
 
     # ---- sampling ----
 
@@ -211,7 +251,9 @@ class Servers(VllmSampling):
         url = self.urls[(self.world.rank + place) % len(self.urls)]
         async with self.free:
             with self._errors_as_failure():
-                return await self._sample(url, {"token_ids": query, "sampling_params": settings})
+                model = ADAPTER["lora_name"] if self.sends_adapter else None
+                body = {"token_ids": query, "sampling_params": settings, "model": model}
+                return await self._sample(url, body)
 
     async def _sample(self, url: str, body: dict) -> Response:
         """Return a response's token ids and, by name, a value for each of them.
