@@ -45,6 +45,7 @@ def add_lora(model: PreTrainedModel, args: Any) -> None:
         if parameter.requires_grad:  # in float32 or better, if the base has half precision
             parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
     if args.quantize:
+        model.is_loaded_in_4bit = True  # transformers counts two numbers a byte
         for layer in [part for part in model.modules() if hasattr(part, "lora_A")]:
             layer.base_layer = quantized(layer.base_layer)
 

@@ -8,6 +8,7 @@ the conditions that flags must meet, and `warnings` those without which flags ar
 
 import contextlib
 import functools
+import importlib.util
 import io
 import json
 import os
@@ -197,6 +198,17 @@ class ModelArgs(PretrainedArgs):
     """none holds whole models on each rank; fsdp shards weights, gradients and Adam's state over
     the ranks; fsdp_offload also keeps them on the CPU, where the update is computed: slow, but
     small; auto is fsdp on several GPUs, else none."""
+
+    def rules(self: Any) -> Rules:
+        yield not self.quantize or self.lora_rank, "--quantize requires a --lora_rank above 0"
+        yield (
+            not self.quantize or self.precision != "float64",
+            "--quantize requires another --precision than float64",
+        )
+        yield (
+            not self.quantize or importlib.util.find_spec("bitsandbytes"),
+            "--quantize requires bitsandbytes: pip install bitsandbytes==0.50.2",
+        )
 
 
 @dataclass

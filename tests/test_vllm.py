@@ -47,6 +47,7 @@ if importlib.util.find_spec("vllm") is None:
 from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
 
 STOPS = [1, 7, 8]
+WORLD = utils.World(0, 1, torch.device("cpu"))
 KEPT = []  # engines: one that is shut down takes the others' process group along
 
 
@@ -88,8 +89,8 @@ def setting(base):
         max_response_length=20,
         precision="float32",
     )
-    engine = vllm_engine.Engine(args, utils.World(0, 1, torch.device("cpu")), None)
     model = AutoModelForCausalLM.from_pretrained(args.model)
+    engine = vllm_engine.Engine(args, WORLD, None, model)
     engine.sync(model, 0)
     return engine, model, AutoTokenizer.from_pretrained(args.model), args
 
@@ -308,11 +309,59 @@ def test_the_engine_follows_the_weights(setting, lora_rank):
     engine.sync(original, 0)
 
 
-def test_weights_arrive_while_requests_run(setting):
-    engine, model, tokenizer, args = setting
-    args = dataclasses.replace(args, max_response_length=150)
-    difference, of_others, mixed = sync_in_flight(engine, model, sums(tokenizer, 12), args)
-    assert difference < 1e-4 and of_others > 0.1 and mixed > 0
+@pytest.fixture(scope="module")
+def adapting(setting):
+    """As `setting`, of a model with an adapter, whose base has numbers of bfloat16."""
+    _, original, tokenizer, args = setting
+    args = dataclasses.replace(args, lora_rank=3)
+    model = copy.deepcopy(original)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16().float()
+    add_lora(model, args)
+    return vllm_engine.Engine(args, WORLD, None, model), model, tokenizer, args
+
+
+@pytest.mark.parametrize("quantize", ["", "4bit"])
+def test_an_adapter_goes_to_the_engine(adapting, quantize):
+    """Beside the base, which only the first sync brings: so a change arrives that merging in
+    bfloat16 would lose, in a hundredth of the bytes.
+    """
+    engine, model, tokenizer, args = adapting
+    if quantize:
+        pytest.importorskip("bitsandbytes", reason="pip install bitsandbytes==0.50.2")
+        model = AutoModelForCausalLM.from_pretrained(args.model)
+        add_lora(model, dataclasses.replace(args, quantize=quantize))
+        model.to("cpu")
+        engine.has_base = False  # another one
+    queries = sums(tokenizer, 12)
+    difference = lambda: largest_difference(
+        model, queries, *sample(adapting, queries, list(range(12)))
+    )
+    engine.sync(model, 0)
+    adapter = 4 * sum(x.numel() for x in model.parameters() if x.requires_grad)
+    assert engine.synced > 10 * adapter and difference() < 1e-4
+    numbers = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_B." in name:
+                parameter.normal_(std=3e-4, generator=numbers)
+    weights = [
+        [sharding.merged(tensor, layer, merge).bfloat16() for merge in (False, True)]
+        for _, tensor, layer in sharding.base_weights(model)
+        if layer and not quantize
+    ]
+    assert all((base == merged).double().mean() > 0.9 for base, merged in weights)
+    stale = difference()
+    engine.sync(model, 1)
+    assert stale > 1e-3 and difference() < 1e-4 and engine.synced == adapter
+
+
+def test_weights_arrive_while_requests_run(setting, adapting):
+    adapting[0].has_base = False
+    for engine, model, tokenizer, args in (setting, adapting):
+        args = dataclasses.replace(args, max_response_length=150)
+        difference, of_others, mixed = sync_in_flight(engine, model, sums(tokenizer, 12), args)
+        assert difference < 1e-4 and of_others > 0.1 and mixed > 0
 
 
 # ---- runs ----------------------------------------------------------------------------------------
@@ -518,7 +567,7 @@ def test_a_model_that_reads_images_samples_text(tmp_path, monkeypatch):
     monkeypatch.setitem(text, "head_dim", 32)  # as the CPU build requires
     folder = test_families.family_folder("mistral3", tmp_path / "model")
     args = grpo.Args(model=folder, kv_cache_gb=0.02, max_prompt_length=20, max_response_length=20)
-    engine = vllm_engine.Engine(args, utils.World(0, 1, torch.device("cpu")), None)
+    engine = vllm_engine.Engine(args, WORLD, None)
     model = loading.load_model("--model", folder, torch.float32, torch.device("cpu"))
     engine.sync(model, 0)
     made = sample((engine, model, None, args), [[5, 6, 7], [8]], [1, 2])

@@ -3,6 +3,7 @@ sent over gloo.
 """
 
 import asyncio
+import copy
 import importlib.util
 import itertools
 import os
@@ -34,6 +35,7 @@ from test_reward_client import Server
 from tiny_models import random_model
 
 import utils
+from extras.lora import add_lora
 from extras.vllm import servers as vllm_servers
 from extras.vllm.servers import Servers
 from grpo import Args
@@ -89,6 +91,7 @@ def running(tmp_path_factory):
                 str(port),
             ]
             command += ["--precision", "float32", "--kv_cache_gb", "0.02", "--max_length", "250"]
+            command += ["--lora_rank", "8"]
             with open(folder / f"log{number}", "w") as log:
                 process = subprocess.Popen(
                     [*command, *helpers.SERVER_ON_CPU], stderr=log, env=environment
@@ -164,11 +167,19 @@ def test_sync_brings_the_new_weights_to_all_servers(engine):
     assert servers.metrics()["rollout/sync_gb"] * 1e9 == 4 * numbers
 
 
-def test_weights_arrive_while_requests_run(engine):
+@pytest.mark.parametrize("lora_rank", [0, 3])
+def test_weights_arrive_while_requests_run(running, engine, lora_rank):
+    """Or adapters: then only the first sync brings the base."""
     servers, model = engine
-    args = replace(ARGS, max_response_length=200)
+    args = replace(ARGS, max_response_length=200, lora_rank=lora_rank)
+    if lora_rank:
+        servers = connect(*running[0], lora_rank=lora_rank)
+        model = copy.deepcopy(model)
+        add_lora(model, args)
     difference, of_others, mixed = sync_in_flight(servers, model, prompts(40), args)
     assert difference < 1e-4 and of_others > 0.1 and mixed > 0
+    numbers = sum(x.numel() for name, x in model.named_parameters() if x.requires_grad)
+    assert servers.synced == 4 * numbers
 
 
 def test_an_interrupt_ends_a_rollout(engine):
