@@ -6,9 +6,9 @@ data.
 
 Two steps with prompts and responses of the greatest length run on torch's fake tensors and, for
 several GPUs, on its fake process group; every storage that lives is counted, by what made it. vLLM
-does not run: its weights and its cache are added, unless servers sample. What CUDA, NCCL and cuBLAS take for themselves,
-and fragmentation, are not seen: RESERVE is kept free for them. A model is a folder or one of
-scripts/memory.yaml. Exit code 0: it fits, 1: it does not, 2: bad input.
+does not run: its weights and its cache are added, unless servers sample. What CUDA, NCCL and cuBLAS
+take for themselves, and fragmentation, are not seen: RESERVE is kept free for them. A model is a
+folder or one of scripts/memory.yaml. Exit code 0: it fits, 1: it does not, 2: bad input.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ from extras.vllm.sampling import VllmSampling, sent_weights
 from plumbing import cli
 from plumbing.models import forward, loading, sharding
 from plumbing.models import tokenizer as tokenizers
-from plumbing.models.sharding import adapter_weights, base_weights, merged
+from plumbing.models.sharding import base_weights, merged
 from plumbing.rewards.sources import kind_of
 from plumbing.rollout import engines
 from plumbing.run import metrics, ranks, run
@@ -135,7 +135,7 @@ class Engine(VllmSampling):
 
     def sync(self, model, _):
         memory.set_bytes("vLLM", sum(self.bytes[: 1 + self.stays]))  # the cache wakes behind it
-        for _, *weight in adapter_weights(model) if self.sends_adapter else base_weights(model):
+        for _, *weight in () if self.sends_adapter else base_weights(model):
             merged(*weight)
 
     def sleep(self):

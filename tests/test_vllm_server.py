@@ -179,7 +179,7 @@ def test_weights_arrive_while_requests_run(running, engine, lora_rank):
     difference, of_others, mixed = sync_in_flight(servers, model, prompts(40), args)
     assert difference < 1e-4 and of_others > 0.1 and mixed > 0
     numbers = sum(x.numel() for name, x in model.named_parameters() if x.requires_grad)
-    assert servers.synced == 4 * numbers
+    assert 4 * numbers <= servers.synced < 6 * numbers
 
 
 def test_an_interrupt_ends_a_rollout(engine):
@@ -253,8 +253,8 @@ def test_every_path_but_health_requires_the_key(running, engine, capsys, monkeyp
         )
 
 
-@pytest.mark.parametrize("async_steps, ranks", [(0, 1), (2, 2)])
-def test_a_run(running, tmp_path, async_steps, ranks):
+@pytest.mark.parametrize("async_steps, ranks, lora_rank", [(0, 1, 4), (2, 2, 0)])
+def test_a_run(running, tmp_path, async_steps, ranks, lora_rank):
     """The servers sample with the weights that the run trains, also while it trains and for several
     ranks.
     """
@@ -262,6 +262,7 @@ def test_a_run(running, tmp_path, async_steps, ranks):
         "model": running[1],
         "rollout_backend": "server",
         "run_name": "run",
+        "lora_rank": lora_rank,
     }
     values |= {
         "rollout_servers": tuple(running[0]),

@@ -13,13 +13,13 @@ from extras.vllm.sampling import (
     WATCH,
     Response,
     VllmSampling,
-    check_adapted,
     check_sent,
+    packed_adapter,
     policy_steps,
     sent_weights,
 )
 from plumbing.models.config import positions_of
-from plumbing.models.sharding import adapter_weights, merged
+from plumbing.models.sharding import merged
 from utils import UserError, World
 
 CPU_SETTINGS = {  # of vLLM's CPU build, on which the tests run
@@ -104,12 +104,13 @@ class Engine(VllmSampling):
         # vLLM's CPU build would compile for 20 s and gain nothing. The trainer may compile.
         self.stance = "default" if on_gpu else "force_eager"
         threads = torch.get_num_threads()
+        self.dtype = compute_dtype or torch.float32
         try:
             lora = lora_settings(args, model) if model and args.vllm_lora else {}
             with torch.cuda.stream(stream), torch.compiler.set_stance(self.stance):
                 self.llm = vllm.LLM(
                     args.model,
-                    dtype=compute_dtype or torch.float32,
+                    dtype=self.dtype,
                     load_format="dummy" if model else "auto",
                     generation_config="vllm",
                     max_model_len=min(
@@ -191,12 +192,12 @@ class Engine(VllmSampling):
         self.run(self._load(model, step))
 
     async def _load(self, model: PreTrainedModel, step: int) -> None:
-        entries = adapter_weights(model) if self.sends_adapter else []
-        # Copies, as vLLM scales them.
-        adapter = {name: merged(*weight).clone() for name, *weight in entries}
+        adapter = packed_adapter(model, self.dtype) if self.sends_adapter else ()
         weights = [] if self.has_base else sent_weights(model)
         # A generator, so that a sharded model is gathered one tensor at a time.
-        full_tensors = ((name, merged(*weight, not adapter)) for name, *weight in weights)
+        full_tensors = (
+            (name, merged(tensor, layer, not adapter)) for name, tensor, layer in weights
+        )
         with self._errors_as_failure(), torch.compiler.set_stance(self.stance):
             if self.can_sleep:  # does nothing if vLLM is awake
                 self.llm.wake_up(["weights"])
@@ -205,8 +206,7 @@ class Engine(VllmSampling):
                 self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": full_tensors})
                 check_sent(self.llm.collective_rpc("missing_weights"))
             if adapter:
-                scale = model.peft_config["default"].r, model.peft_config["default"].lora_alpha
-                check_adapted(self.llm.collective_rpc("load_adapter", args=(adapter, *scale)))
+                self.llm.collective_rpc("load_adapter", args=adapter)
                 self.has_base = True
             if self.can_sleep:
                 self.llm.wake_up(["kv_cache"])
@@ -215,8 +215,8 @@ class Engine(VllmSampling):
             self.llm.llm_engine.set_weight_version(str(step))
         for _ in full_tensors:  # after an error, the other ranks still gather the rest
             pass
-        sent = [tensor for _, tensor, _ in weights + entries]
-        self.synced = sum(tensor.numel() * tensor.element_size() for tensor in sent)
+        self.synced = sum(tensor.numel() * tensor.element_size() for _, tensor, _ in weights)
+        self.synced += len(adapter[0]) if adapter else 0
 
     def sleep(self) -> None:
         """Free the GPU memory of weights and cache until the next `sync`, if the platform can. A base

@@ -4,17 +4,19 @@ extras/vllm/engine.py has the engine in the training process, extras/vllm/server
 asks servers.
 """
 
+import base64
 import contextlib
 import itertools
-from types import SimpleNamespace
 from typing import Any, Callable, Coroutine, Iterable
 
+import safetensors.torch
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from plumbing.event_loop import EventLoop, run_all
 from plumbing.models.sharding import base_weights
-from utils import first_line
+from utils import first_line, full_tensor
 
 WATCH = "extras.vllm.sampling.WeightWatch"  # vLLM's worker_extension_cls
 # Of vLLM's LoRARequest. There is no such file: the adapter is in memory when a request names it.
@@ -68,10 +70,8 @@ class WeightWatch:
     """
 
     get_model: Callable  # of the worker, as these
-    device: Any
     model_runner: Any
     vllm_config: Any
-    weight_transfer_engine: Any
 
     def watch_weights(self, tied: dict[str, str]) -> None:
         """Begin to record which weights are loaded.
@@ -108,12 +108,13 @@ class WeightWatch:
         config = self.vllm_config.lora_config
         return config.max_lora_rank if config else 0
 
-    def load_adapter(self, tensors: dict[str, Tensor], rank: int, alpha: int) -> list[str]:
-        """Load an adapter in place of the one before; return the names of its layers that the model
-        does not have.
+    def load_adapter(self, data: bytes | str, rank: int, alpha: int) -> None:
+        """Load an adapter in place of the one before.
 
         Args:
-            tensors: by peft's names. vLLM scales them in place.
+            data, rank, alpha: of `packed_adapter`.
+        Raises:
+            RuntimeError: if the model does not have all of its layers.
         """
         from vllm.lora.lora_model import LoRAModel
         from vllm.lora.peft_helper import PEFTHelper
@@ -122,43 +123,40 @@ class WeightWatch:
         names = getattr(manager.model, "hf_to_vllm_mapper", None)
         adapter = LoRAModel.from_lora_tensors(
             ADAPTER["lora_int_id"],
-            tensors,
+            safetensors.torch.load(data if isinstance(data, bytes) else base64.b64decode(data)),
             PEFTHelper(rank, alpha, []),
-            device=self.device,
+            device="cpu",
             dtype=manager.lora_config.lora_dtype,
             weights_mapper=names and names.get_rename_mapper(),
         )
         manager.remove_adapter(adapter.id)
         manager.add_adapter(adapter)
         manager.activate_adapter(adapter.id)
-        return sorted(adapter.loras.keys() - manager.modules.keys())
-
-    def receive_adapter(self, update_info: dict, rank: int, alpha: int) -> list[str]:
-        """Receive an adapter by vLLM's weight transfer, and load it; see `load_adapter`."""
-        tensors: dict[str, Tensor] = {}
-        take = lambda weights: tensors.update({name: tensor.clone() for name, tensor in weights})
-        transfer = self.weight_transfer_engine
-        transfer.set_weight_update_target(SimpleNamespace(load_weights=take), None)
-        try:
-            transfer.receive_weights(transfer.parse_update_info(update_info))
-        finally:
-            transfer.reset_weight_update_target()
-        return self.load_adapter(tensors, rank, alpha)
+        if unknown := sorted(adapter.loras.keys() - manager.modules.keys()):
+            raise RuntimeError(
+                f"--vllm_lora: it lacks {len(unknown)} layers of the adapter, such as {unknown[0]}"
+            )
 
 
-def check_sent(
-    of_workers: list[list[str]], what: str = "of its weights are none of the trained model's"
-) -> None:
-    """Raise RuntimeError if a worker has `missing_weights`, or other names that it should not
-    have.
+def packed_adapter(model: PreTrainedModel, dtype: torch.dtype) -> tuple[bytes, int, int]:
+    """Return a model's adapter as bytes of safetensors in a number format, its rank and its alpha; a
+    collective for a sharded model.
     """
-    if names := sorted(set().union(*of_workers)):
-        raise RuntimeError(f"{len(names)} {what}: {', '.join(names[:3])}")
+    tensors = {
+        name.replace(".default.", "."): full_tensor(tensor).to(dtype).contiguous()
+        for name, tensor in model.state_dict().items()
+        if ".lora_" in name
+    }
+    config = model.peft_config["default"]
+    return safetensors.torch.save(tensors), config.r, config.lora_alpha
 
 
-def check_adapted(of_workers: list[list[str]]) -> None:
-    """Raise RuntimeError if a worker's model lacks layers of an adapter."""
-    check_sent(of_workers, "layers of the adapter are none of its own; use --no-vllm_lora")
+def check_sent(of_workers: list[list[str]]) -> None:
+    """Raise RuntimeError if a worker has `missing_weights`."""
+    if missing := sorted(set().union(*of_workers)):
+        raise RuntimeError(
+            f"{len(missing)} of its weights are none of the trained model's: {', '.join(missing[:3])}"
+        )
 
 
 class VllmSampling(EventLoop):

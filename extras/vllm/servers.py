@@ -5,6 +5,7 @@ the variable VLLM_API_KEY goes with every request.
 """
 
 import asyncio
+import base64
 import itertools
 import json
 import math
@@ -20,12 +21,12 @@ from extras.vllm.sampling import (
     ADAPTER,
     Response,
     VllmSampling,
-    check_adapted,
     check_sent,
+    packed_adapter,
     policy_steps,
     sent_weights,
 )
-from plumbing.models.sharding import adapter_weights, merged
+from plumbing.models.sharding import merged
 from utils import UserError, World, first_line
 
 SERVER_START = 600.0  # seconds in which a server has to answer when a run starts
@@ -38,16 +39,13 @@ TRANSFER = 600.0  # seconds in which a part of the weight transfer has to be don
 
 
 class Weights:
-    """A model's weights as they are sent: vLLM's WeightSource.
-
-    Attributes:
-        entries: of `sent_weights` or `adapter_weights`.
-        adapter: whether adapters are merged.
+    """A model's weights as they are sent, with its adapter merged if `adapter`: vLLM's
+    WeightSource.
     """
 
     def __init__(self, dtype: torch.dtype):
         self.dtype = dtype
-        self.entries: list[tuple] = []
+        self.entries: list[tuple] = []  # of `sent_weights`
         self.adapter = True
 
     def metadata(self) -> list:
@@ -176,8 +174,7 @@ class Servers(VllmSampling):
             info, client=self, source=self.weights
         )
 
-    # vLLM's trainer makes these four calls (VLLMWeightSyncClient). Here they go to all servers. An
-    # adapter does not begin and finish an update of vLLM's, which takes all weights of a model.
+    # vLLM's trainer makes these four calls (VLLMWeightSyncClient). Here they go to all servers.
 
     def init_weight_transfer_engine(self, init_info: dict) -> None:
         bodies = [{"init_info": {**init_info, "rank_offset": rank}} for rank in self.first_ranks]
@@ -185,28 +182,20 @@ class Servers(VllmSampling):
 
     def start_weight_update(self) -> None:
         self._ask_all("/pause?mode=keep", {})  # requests wait until /resume
-        if not self.has_base:
-            self._ask_all("/collective_rpc", {"method": "watch_weights", "args": [self.tied]})
-            self._ask_all("/start_weight_update", {})
+        self._ask_all("/collective_rpc", {"method": "watch_weights", "args": [self.tied]})
+        self._ask_all("/start_weight_update", {})
 
     def update_weights(self, update_info: dict) -> None:
-        if not self.has_base:
-            self._ask_all("/update_weights", {"update_info": update_info})
-            return
-        call = {"method": "receive_adapter", "args": [update_info, *self.scale]}
-        for answer in self._ask_all("/collective_rpc", call):
-            check_adapted(answer["results"])
+        self._ask_all("/update_weights", {"update_info": update_info})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        if self.has_base:
-            self._ask_all("/update_weight_version", {"new_version": str(self.step)})
-            for url, models in zip(self.urls, self._ask_all("/v1/models")):
-                if ADAPTER["lora_name"] not in [model["id"] for model in models["data"]]:
-                    self.run(self._request(url, "/v1/load_lora_adapter", ADAPTER))
-        else:
-            self._ask_all("/finish_weight_update", {"weight_version": str(self.step)})
-            for answer in self._ask_all("/collective_rpc", {"method": "missing_weights"}):
-                check_sent(answer["results"])
+        self._ask_all("/finish_weight_update", {"weight_version": str(self.step)})
+        for answer in self._ask_all("/collective_rpc", {"method": "missing_weights"}):
+            check_sent(answer["results"])
+        self._resume()
+
+    def _resume(self) -> None:
+        """Let requests go on with the new weights."""
         answers = self._ask_all("/reset_prefix_cache?reset_running_requests=true", {})
         if not all(answer["success"] for answer in answers):
             raise RuntimeError(
@@ -214,34 +203,43 @@ class Servers(VllmSampling):
             )
         self._ask_all("/resume", {})
 
+    def _send_adapter(self, data: bytes, rank: int, alpha: int) -> None:
+        """Send an adapter over HTTP, and say to servers that do not yet know its name that it is
+        there.
+        """
+        self._ask_all("/pause?mode=keep", {})
+        args = [base64.b64encode(data).decode(), rank, alpha]
+        self._ask_all("/collective_rpc", {"method": "load_adapter", "args": args})
+        for url, models in zip(self.urls, self._ask_all("/v1/models")):
+            if ADAPTER["lora_name"] not in [model["id"] for model in models["data"]]:
+                self.run(self._request(url, "/v1/load_lora_adapter", ADAPTER))
+        self._ask_all("/update_weight_version", {"new_version": str(self.step)})
+        self._resume()
+
     def sync(self, model: PreTrainedModel, step: int) -> None:
         """Give all servers the weights of `model` after a step; all ranks call it."""
         self.world.barrier()
+        self.weights.entries = [] if self.has_base else sent_weights(model)
         self.tied = model.all_tied_weights_keys
         self.step = step
-        self.synced = 0
-        if not self.has_base:
-            self._send(sent_weights(model))
-        if self.sends_adapter:
-            config = model.peft_config["default"]
-            self.scale = config.r, config.lora_alpha
-            self.has_base = True
-            self._send(adapter_weights(model))
-        # After an error on one rank the servers stay paused, and answer no rank.
-        failure = max(self.world.all_gather([self.failure]))
-        self.failure = self.failure or failure
-
-    def _send(self, entries: list[tuple]) -> None:
-        """Send weights from rank 0; the other ranks only gather."""
-        self.weights.entries = entries
-        self.synced += sum(
+        self.synced = sum(
             meta.dtype.itemsize * math.prod(meta.shape) for meta in self.weights.metadata()
         )
         with self._errors_as_failure():
-            if not self.failure:
-                self.sender.send_weights()
+            if not self.has_base:
+                self.sender.send_weights()  # rank 0 sends, other ranks only gather
         for _ in self.weights:  # after an error, the other ranks still gather the rest
             pass
+        if self.sends_adapter:
+            adapter = packed_adapter(model, self.weights.dtype)
+            self.synced += len(adapter[0])
+            self.has_base = True
+            with self._errors_as_failure():
+                if self.world.main and not self.failure:
+                    self._send_adapter(*adapter)
+        # After an error on one rank the servers stay paused, and answer no rank.
+        failure = max(self.world.all_gather([self.failure]))
+        self.failure = self.failure or failure
 
     # ---- sampling ----
 

@@ -247,12 +247,3 @@ def merged(tensor: Tensor, layer: Any, adapter: bool = True) -> Tensor:
     if layer is None or not adapter:
         return tensor
     return tensor + full_tensor(layer.get_delta_weight("default"))
-
-
-def adapter_weights(model: nn.Module) -> list[tuple[str, Tensor, Any]]:
-    """Return the weights of a model's adapter, as `base_weights` does, by peft's names."""
-    return [
-        (name.replace(".default.", "."), tensor, None)
-        for name, tensor in model.state_dict().items()
-        if ".lora_" in name
-    ]

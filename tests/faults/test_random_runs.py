@@ -90,6 +90,7 @@ def files(tmp_path_factory):
 LEFT_OUT = set(
     "run_name output_dir resume total_episodes passes stop_at "
     "track config agent agent_timeout rollout_servers kv_cache_gb async_steps vllm_tensor_parallel "
+    "vllm_lora quantize "
     "prompt_column answer_column response_column chat_template_kwargs compile".split()
 )
 
