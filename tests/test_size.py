@@ -88,20 +88,20 @@ def table() -> dict[str, tuple[int, int]]:
     plumbing = [path for path in ROOT.glob("plumbing/**/*.py") if path.read_text()]
     everything = ("*.py", "plumbing/**/*.py", "extras/**/*.py", "scripts/**/*.py", "assets/**/*.py")
     rows = {
-        "Python outside tests, tokens": (tokens(*everything), 97_500),
-        "plumbing/, tokens": (tokens("plumbing/**/*.py"), 41_150),
-        "extras/, tokens": (tokens("extras/**/*.py"), 18_600),
+        "Python outside tests, tokens": (tokens(*everything), 99_060),
+        "plumbing/, tokens": (tokens("plumbing/**/*.py"), 41_330),
+        "extras/, tokens": (tokens("extras/**/*.py"), 19_710),
         "plumbing/, files": (len(plumbing), 40),
         "plumbing/, files outside of its folders": (
             sum(path.parent.name == "plumbing" for path in plumbing),
             3,
         ),
-        "tests/, tokens": (tokens("tests/**/*.py"), 147_000),
+        "tests/, tokens": (tokens("tests/**/*.py"), 148_600),
         "web files of the report, lines": (
             lines(*(f"assets/report/*.{end}" for end in ("js", "css", "html"))),
             500,
         ),
-        "docs/, words": (words("docs/*.md"), 14_300),
+        "docs/, words": (words("docs/*.md"), 14_410),
         "README.md, lines": (lines("README.md"), 150),
         "flags of grpo.py": (len(dataclasses.fields(Args)), 98),
         "our modules that import grpo loads": (len(modules()[0]), 37),

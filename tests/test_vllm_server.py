@@ -128,11 +128,12 @@ def sample(servers, queries, seeds, interrupted=lambda: False, **values):
     return sampled and (sampled[0], [each["rollout_logprobs"] for each in sampled[1]])
 
 
-def perturb(model, seed: int) -> None:
+def perturb(model, seed: int, which: str = "") -> None:
     numbers = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.05 * torch.randn(parameter.shape, generator=numbers)
+        for name, parameter in model.named_parameters():
+            if which in name:
+                parameter += 0.05 * torch.randn(parameter.shape, generator=numbers)
 
 
 def test_responses_are_of_the_sampled_distribution(engine):
@@ -167,19 +168,31 @@ def test_sync_brings_the_new_weights_to_all_servers(engine):
     assert servers.metrics()["rollout/sync_gb"] * 1e9 == 4 * numbers
 
 
-@pytest.mark.parametrize("lora_rank", [0, 3])
-def test_weights_arrive_while_requests_run(running, engine, lora_rank):
-    """Or adapters: then only the first sync brings the base."""
+def test_adapters_go_to_all_servers(running, engine):
+    """Beside the base, which only the first sync brings."""
+    model = copy.deepcopy(engine[1])
+    add_lora(model, replace(ARGS, lora_rank=3))
+    adapter = 4 * sum(x.numel() for x in model.parameters() if x.requires_grad)
+    servers = connect(*running[0], lora_rank=3)
+    queries = prompts(8)
+    difference = lambda: largest_difference(
+        model, queries, *sample(servers, queries, list(range(8))), 0.7
+    )
+    servers.sync(model, 0)
+    assert servers.synced > 10 * adapter and difference() < 1e-4
+    for seed in range(2):
+        perturb(model, seed, ".lora_")
+        assert difference() > 0.05
+        servers.sync(model, 0)
+        assert difference() < 1e-4 and adapter < servers.synced < 1.5 * adapter
+    assert not connect(*running[0], lora_rank=9).sends_adapter
+
+
+def test_weights_arrive_while_requests_run(engine):
     servers, model = engine
-    args = replace(ARGS, max_response_length=200, lora_rank=lora_rank)
-    if lora_rank:
-        servers = connect(*running[0], lora_rank=lora_rank)
-        model = copy.deepcopy(model)
-        add_lora(model, args)
+    args = replace(ARGS, max_response_length=200)
     difference, of_others, mixed = sync_in_flight(servers, model, prompts(40), args)
     assert difference < 1e-4 and of_others > 0.1 and mixed > 0
-    numbers = sum(x.numel() for name, x in model.named_parameters() if x.requires_grad)
-    assert 4 * numbers <= servers.synced < 6 * numbers
 
 
 def test_an_interrupt_ends_a_rollout(engine):
