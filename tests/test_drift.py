@@ -318,7 +318,7 @@ def test_what_is_pinned_is_what_is_imported():
     files = (*SCRIPTS, "utils.py", *PLUMBING, *EXTRAS, *COMMANDS)
     modules = {module.partition(".")[0] for name in files for module in imported(name)}
     modules -= LOCAL | sys.stdlib_module_names
-    others = {"assets", "reasoning_gym", "if_verifiable", "langdetect", "trl"}
+    others = {"assets", "reasoning_gym", "if_verifiable", "langdetect", "trl", "bitsandbytes"}
     renamed = {"yaml": "pyyaml", "math_verify": "math-verify"}
     assert {renamed.get(name, name) for name in modules - others} == PINNED.keys() - {
         "wandb",
