@@ -8,6 +8,7 @@ the conditions that flags must meet, and `warnings` those without which flags ar
 
 import contextlib
 import functools
+import importlib.util
 import io
 import json
 import os
@@ -190,10 +191,24 @@ class ModelArgs(PretrainedArgs):
     lora_rank: NonNegativeInt = 0
     """Train LoRA adapters of this rank (alpha is twice the rank) instead of the weights, with peft;
     the reference is then the model without them. 0: train all weights."""
+    quantize: Literal["", "4bit"] = ""
+    """QLoRA: hold the weights under the adapters in 4 bits (NF4 with double quantization, by
+    bitsandbytes)."""
     shard: Literal["auto", "none", "fsdp", "fsdp_offload"] = "auto"
     """none holds whole models on each rank; fsdp shards weights, gradients and Adam's state over
     the ranks; fsdp_offload also keeps them on the CPU, where the update is computed: slow, but
     small; auto is fsdp on several GPUs, else none."""
+
+    def rules(self: Any) -> Rules:
+        yield not self.quantize or self.lora_rank, "--quantize requires a --lora_rank above 0"
+        yield (
+            not self.quantize or self.precision != "float64",
+            "--quantize requires another --precision than float64",
+        )
+        yield (
+            not self.quantize or importlib.util.find_spec("bitsandbytes"),
+            "--quantize requires bitsandbytes: pip install bitsandbytes==0.50.2",
+        )
 
 
 @dataclass
@@ -313,6 +328,10 @@ class RolloutArgs(SamplingArgs):
     the step; from 2 on responses under way go on with the new ones."""
     vllm_tensor_parallel: PositiveInt = 1
     """Neighbouring ranks that share one vLLM engine."""
+    vllm_lora: bool = True
+    """vLLM samples from the base and the adapter of --lora_rank, of which a sync sends the adapter,
+    where vLLM supports the family (a server: where it has --lora_rank, too); else, and with
+    --no-vllm_lora, from merged weights."""
     eval_temperature: Annotated[float, Field(gt=0, le=2)] | None = None
     """Temperature of the samples of an evaluation; default: --temperature."""
     eval_top_p: PositiveFraction | None = None

@@ -253,7 +253,7 @@ def main(args: Args) -> None:
     if args.backend == "vllm":
         from extras.vllm.engine import Engine
 
-        engine = Engine(args, world, precision.compute_dtype, load_format="auto")
+        engine = Engine(args, world, precision.compute_dtype)
         model = types.SimpleNamespace(device=world.device)  # the engine has the weights
     else:
         engine = None

@@ -6,9 +6,9 @@ data.
 
 Two steps with prompts and responses of the greatest length run on torch's fake tensors and, for
 several GPUs, on its fake process group; every storage that lives is counted, by what made it. vLLM
-does not run: its weights and its cache are added. What CUDA, NCCL and cuBLAS take for themselves,
-and fragmentation, are not seen: RESERVE is kept free for them. A model is a folder or one of
-scripts/memory.yaml. Exit code 0: it fits, 1: it does not, 2: bad input.
+does not run: its weights and its cache are added, unless servers sample. What CUDA, NCCL and cuBLAS
+take for themselves, and fragmentation, are not seen: RESERVE is kept free for them. A model is a
+folder or one of scripts/memory.yaml. Exit code 0: it fits, 1: it does not, 2: bad input.
 """
 
 import contextlib
@@ -23,6 +23,7 @@ import tempfile
 import weakref
 from collections import Counter, defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 
 os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
 
@@ -34,9 +35,9 @@ from pydantic.dataclasses import dataclass
 from transformers import AutoConfig, PreTrainedModel
 
 import utils
-from extras.vllm.sampling import VllmSampling
+from extras.vllm.sampling import VllmSampling, sent_weights
 from plumbing import cli
-from plumbing.models import loading, sharding
+from plumbing.models import forward, loading, sharding
 from plumbing.models import tokenizer as tokenizers
 from plumbing.models.sharding import base_weights, merged
 from plumbing.rewards.sources import kind_of
@@ -116,10 +117,14 @@ class Engine(VllmSampling):
 
     def __init__(self, args, model, world, *_):
         precision = loading.precision(args.precision, world.device)
-        weights = model.num_parameters() * precision.frozen_dtype.itemsize
+        weights = sum(tensor.numel() for _, tensor, _ in sent_weights(model))
+        weights *= precision.frozen_dtype.itemsize
         cache = args.kv_cache_gb * 1e9 or self.gpu_bytes / 4
         self.bytes = [weights / args.vllm_tensor_parallel, cache]
+        if args.rollout_backend == "server":
+            self.bytes = [0.0, 0.0]
         self.stays = args.async_steps
+        self.sends_adapter = bool(args.lora_rank and args.vllm_lora)
 
     def generate(self, queries, seeds, stop_ids, args, interrupted, end):
         memory.set_bytes("vLLM", sum(self.bytes))
@@ -130,8 +135,8 @@ class Engine(VllmSampling):
 
     def sync(self, model, _):
         memory.set_bytes("vLLM", sum(self.bytes[: 1 + self.stays]))  # the cache wakes behind it
-        for _, tensor, layer in base_weights(model):
-            merged(tensor, layer)
+        for _, *weight in () if self.sends_adapter else base_weights(model):
+            merged(*weight)
 
     def sleep(self):
         if not self.stays:
@@ -147,6 +152,28 @@ def fake_config(name, read=AutoConfig.from_pretrained, **options):
 def fake_weights(model_class, *_, config, dtype, **options):
     """Stand for `from_pretrained`."""
     return model_class._from_config(config, dtype=dtype).eval(), {"missing_keys": set()}
+
+
+class Linear4bit(torch.nn.Module):
+    """Stands for the layer of bitsandbytes, which holds a whole weight only while it multiplies."""
+
+    def __init__(self, inputs, outputs, compute_dtype, device):
+        super().__init__()
+        self.whole = functools.partial(torch.empty, outputs, inputs, dtype=compute_dtype)
+
+    def forward(self, x):
+        multiply = lambda x: torch.nn.functional.linear(x, self.whole(), self.bias)
+        return forward.recomputed(multiply, x)
+
+
+class Params4bit(torch.nn.Parameter):
+    """Stands for the weight of bitsandbytes: 4 bits a number, and 0.127 for its scales."""
+
+    def __new__(cls, weight, quant_type):
+        small = torch.empty(int(weight.numel() * 4.127 / 8), dtype=torch.uint8)
+        small = torch.nn.Parameter(small, requires_grad=False)
+        small.quant_state = SimpleNamespace(shape=weight.shape, dtype=weight.dtype)
+        return small
 
 
 def keep_gradients(module, **options):
@@ -184,6 +211,8 @@ def replace_machine(gpus, gpu_bytes):
     Engine.gpu_bytes = gpu_bytes
     sharding.say = functools.partial(print, file=sys.stdout)  # what --shard auto chooses is shown
     torch.distributed.broadcast_object_list = sharding.Sharding._load_shards = lambda *_: None
+    layers = SimpleNamespace(Linear4bit=Linear4bit, Params4bit=Params4bit)
+    sys.modules["bitsandbytes"] = SimpleNamespace(nn=layers, __spec__=True)
     loading.check_head = metrics.warn = run.Run.finish = lambda *_: None
     engines.rollout_engine = Engine
 

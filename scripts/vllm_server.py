@@ -45,6 +45,8 @@ class Args:
     """GPUs that share the model."""
     precision: Literal["bf16", "fp16", "float32"] = "bf16"
     """Number format to compute in, best the same as the run's."""
+    lora_rank: Literal[0, 1, 8, 16, 32, 64, 128, 256, 320, 512] = 0
+    """Greatest --lora_rank of runs that send adapters; 0: runs send merged weights."""
     max_length: NonNegativeInt = 0
     """Maximum number of tokens of prompt and response together; 0 for as many as the model has
     positions."""
@@ -71,6 +73,7 @@ def main(args: Args, others: list[str]) -> None:
         "uvicorn-log-level": "warning",  # no line for each request
         "max-model-len": args.max_length,
         "kv-cache-memory-bytes": int(args.kv_cache_gb * 1e9),
+        "max-lora-rank": args.lora_rank,
     }
     words = [f"--{name}={value}" for name, value in options.items() if value]
     module = [
@@ -78,10 +81,12 @@ def main(args: Args, others: list[str]) -> None:
         "vllm.entrypoints.openai.api_server",
         "--enable-scale-out",
         "--language-model-only",
+        "--enable-lora" if args.lora_rank else "--no-enable-lora",
     ]
     # For WATCH and the middleware.
     path = os.pathsep.join([utils.ROOT, f"{utils.ROOT}/scripts", os.environ.get("PYTHONPATH", "")])
     switches = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": path}
+    switches["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     # Signals and the exit code are vLLM's from here on.
     os.execve(sys.executable, [sys.executable, *module, *words, *others], os.environ | switches)
 

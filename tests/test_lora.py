@@ -3,6 +3,8 @@ and as an adapter. (What ranks and shards do to it: test_invariance.py; the roll
 weights: test_vllm.py.)
 """
 
+import dataclasses
+import importlib.util
 import json
 import os
 import shutil
@@ -17,9 +19,11 @@ from transformers import AutoModelForCausalLM
 import grpo
 import utils
 from extras.lora import add_lora
+from plumbing import cli
 from plumbing.models import loading, sharding
 from plumbing.models.sharding import Sharding
 
+BITSANDBYTES = "pip install bitsandbytes==0.50.2"  # 60 MB, so no requirement of the tests
 IDS = torch.tensor([[5, 9, 13, 21, 22, 25]])
 
 
@@ -45,13 +49,16 @@ def changed_folder(source: str, folder, dtype: torch.dtype) -> str:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("rank", [0, 3])
-def test_final_differs_by_what_was_trained(base, tmp_path, capsys, dtype, rank):
+@pytest.mark.parametrize("rank, quantize", [(0, ""), (3, ""), (3, "4bit")])
+def test_final_differs_by_what_was_trained(base, tmp_path, capsys, dtype, rank, quantize):
     """In the format of the model's files, where the run computes in another one: untrained weights
     are those of the files bit for bit, and a sum is rounded once. The line says how much that loses.
     """
+    if quantize:
+        pytest.importorskip("bitsandbytes", reason=BITSANDBYTES)
     model = changed_folder(base["model"], tmp_path / "model", dtype)
     flags = {"precision": "bf16", "lora_rank": rank, "learning_rate": 1e-4, "total_episodes": 8}
+    flags["quantize"] = quantize
     values = variant(base, tmp_path, model=model, **flags, save_every=1)
     run_here(values)
     final = folder_of(values) / "final"
@@ -140,12 +147,7 @@ def test_the_first_kl_is_zero_in_bf16(base, tmp_path, rank):
     run_here(values)
     rows = metrics_of(values)
     assert rows[1]["objective/kl"] == 0 and rows[-1]["objective/kl"] != 0
-    args = grpo.Args(model=values["model"], lora_rank=rank)
-    bf16 = loading.precision("bf16", CPU)
-    sharding = Sharding(args, utils.World(0, 1, CPU), bf16)
-    policy, _ = loading.load_policy(
-        args, lambda model: grpo.Policy(model, args), None, bf16, sharding
-    )
+    policy = load(grpo.Args(model=values["model"], lora_rank=rank), "bf16")
     computed = []
     policy.model.base_model.layers[0].mlp.register_forward_hook(
         lambda *x: computed.append(x[2].dtype)
@@ -158,8 +160,65 @@ def test_the_first_kl_is_zero_in_bf16(base, tmp_path, rank):
     )
 
 
-def test_resume_is_exact(base, tmp_path, capsys):
+def load(args, precision="float32") -> grpo.Policy:
+    formats = loading.precision(precision, CPU)
+    sharding = Sharding(args, utils.World(0, 1, CPU), formats)
+    return loading.load_policy(
+        args, lambda model: grpo.Policy(model, args), None, formats, sharding
+    )[0]
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16", "fp16"])
+def test_weights_of_4_bits(base, precision):
+    """A policy computes what it does with the dequantized weights, and so does its gradient, also
+    after it has sampled. The numbers are NF4's: 16 in each block of 64.
+    """
+    pytest.importorskip("bitsandbytes", reason=BITSANDBYTES)
+    plain = grpo.Args(model=base["model"], lora_rank=3, precision=precision)
+    policies = [load(dataclasses.replace(plain, quantize=x), precision) for x in ("4bit", "")]
+    ids = torch.arange(5, 29).reshape(2, 12)
+    mask = (ids != ids[:, :1]) & torch.ones_like(ids, dtype=torch.bool)
+    state, other = (policy.model.state_dict() for policy in policies)
+    with torch.no_grad():
+        for name in other:
+            if ".lora_B." in name:
+                state[name].normal_(std=0.1, generator=torch.Generator().manual_seed(0))
+            if ".lora_" in name:
+                other[name].copy_(state[name])
+        weights = zip(*(sharding.base_weights(policy.model) for policy in policies), strict=True)
+        for (name, small, layer), (_, tensor, _) in weights:
+            whole = sharding.merged(small, layer, False)
+            assert torch.equal(whole, tensor) == (layer is None)
+            assert layer is None or max(len(x.unique()) for x in whole.view(-1, 64)) <= 16, name
+            tensor.copy_(whole)
+    gradients = []
+    for policy in policies:
+        with torch.no_grad():
+            policy(ids, mask)
+        logprobs = policy(ids, mask)["logprobs"]
+        logprobs.sum().backward()
+        gradients.append([logprobs, *(x.grad for x in policy.parameters() if x.requires_grad)])
+    assert any(x.any() for x in gradients[0])
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-5)
+    assert sum(x.dtype == torch.uint8 for x in policies[0].parameters()) == 8
+    assert policies[0].model.num_parameters() == policies[1].model.num_parameters()
+
+
+def test_what_quantization_requires(base, capsys, monkeypatch, tmp_path):
+    flags = "--lora_rank 2 --quantize 4bit".split()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    line = helpers.refused(capsys, cli.parse, grpo.Args, flags)
+    assert "--quantize requires bitsandbytes: pip install bitsandbytes==0.50.2" in line
+    with pytest.raises(utils.UserError, match="--quantize 4bit: requires --shard none"):
+        load(grpo.Args(model=base["model"], lora_rank=2, quantize="4bit", shard="fsdp"))
+
+
+@pytest.mark.parametrize("quantize", ["", "4bit"])
+def test_resume_is_exact(base, tmp_path, capsys, quantize):
     """Metrics, and in the last checkpoint the adapter and the critic's."""
+    if quantize:
+        pytest.importorskip("bitsandbytes", reason=BITSANDBYTES)
+        base = {**base, "precision": "float32", "quantize": quantize}
     straight = variant(base, tmp_path / "straight", save_every=2, keep_checkpoints=0)
     run_here(straight, "ppo")
     stopped = variant(

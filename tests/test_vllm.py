@@ -34,12 +34,14 @@ from helpers import (
     sampled_by,
     variant,
 )
+from test_lora import BITSANDBYTES
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grpo
 import utils
 from extras.lora import add_lora
 from extras.vllm import engine as vllm_engine
+from extras.vllm.sampling import packed_adapter
 from plumbing.models import loading, sharding
 
 if importlib.util.find_spec("vllm") is None:
@@ -47,6 +49,7 @@ if importlib.util.find_spec("vllm") is None:
 from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
 
 STOPS = [1, 7, 8]
+WORLD = utils.World(0, 1, torch.device("cpu"))
 KEPT = []  # engines: one that is shut down takes the others' process group along
 
 
@@ -88,8 +91,8 @@ def setting(base):
         max_response_length=20,
         precision="float32",
     )
-    engine = vllm_engine.Engine(args, utils.World(0, 1, torch.device("cpu")), None)
     model = AutoModelForCausalLM.from_pretrained(args.model)
+    engine = vllm_engine.Engine(args, WORLD, None, model)
     engine.sync(model, 0)
     return engine, model, AutoTokenizer.from_pretrained(args.model), args
 
@@ -308,11 +311,78 @@ def test_the_engine_follows_the_weights(setting, lora_rank):
     engine.sync(original, 0)
 
 
-def test_weights_arrive_while_requests_run(setting):
-    engine, model, tokenizer, args = setting
-    args = dataclasses.replace(args, max_response_length=150)
-    difference, of_others, mixed = sync_in_flight(engine, model, sums(tokenizer, 12), args)
-    assert difference < 1e-4 and of_others > 0.1 and mixed > 0
+@pytest.fixture(scope="module")
+def adapting(setting):
+    """As `setting`, of a model with an adapter, whose base has numbers of bfloat16."""
+    _, original, tokenizer, args = setting
+    args = dataclasses.replace(args, lora_rank=3)
+    model = copy.deepcopy(original)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16().float()
+    add_lora(model, args)
+    return vllm_engine.Engine(args, WORLD, None, model), model, tokenizer, args
+
+
+@pytest.mark.parametrize("quantize", ["", "4bit"])
+def test_an_adapter_goes_to_the_engine(adapting, quantize):
+    """Beside the base, which only the first sync brings: so a change arrives that merging in
+    bfloat16 would lose, in a hundredth of the bytes.
+    """
+    engine, model, tokenizer, args = adapting
+    if quantize:
+        pytest.importorskip("bitsandbytes", reason=BITSANDBYTES)
+        model = AutoModelForCausalLM.from_pretrained(args.model)
+        add_lora(model, dataclasses.replace(args, quantize=quantize))
+        model.to("cpu")
+        engine.has_base = False  # another one
+    queries = sums(tokenizer, 12)
+    difference = lambda: largest_difference(
+        model, queries, *sample(adapting, queries, list(range(12)))
+    )
+    engine.sync(model, 0)
+    adapter = 4 * sum(x.numel() for x in model.parameters() if x.requires_grad)
+    assert engine.synced > 10 * adapter and difference() < 1e-4
+    numbers = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_B." in name:
+                parameter.normal_(std=3e-4, generator=numbers)
+    weights = [
+        [sharding.merged(tensor, layer, merge).bfloat16() for merge in (False, True)]
+        for _, tensor, layer in sharding.base_weights(model)
+        if layer and not quantize
+    ]
+    assert all((base == merged).double().mean() > 0.9 for base, merged in weights)
+    stale = difference()
+    engine.sync(model, 1)
+    assert stale > 1e-3 and difference() < 1e-4 and adapter < engine.synced < 1.5 * adapter
+
+
+def test_adapters_that_vllm_does_not_take(adapting, monkeypatch):
+    """Of a rank or a family that it does not support: then weights are merged. Layers that its model
+    lacks are an error.
+    """
+    engine, model, _, args = adapting
+    layers = "down_proj gate_proj k_proj o_proj q_proj up_proj v_proj".split()
+    settings = {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": layers}
+    assert vllm_engine.lora_settings(args, model) == settings
+    assert not vllm_engine.lora_settings(dataclasses.replace(args, lora_rank=513), model)
+    with monkeypatch.context() as patch:
+        patch.setattr("vllm.model_executor.models.supports_lora", lambda family: False)
+        assert not vllm_engine.lora_settings(args, model)
+    data, *scale = packed_adapter(model, torch.float32)
+    others = data.replace(b"layers.0.mlp", b"layers.9.mlp"), *scale
+    monkeypatch.setattr(vllm_engine, "packed_adapter", lambda *_: others)
+    engine.sync(model, 0)
+    assert "--vllm_lora: it lacks 3 layers of the adapter, such as model" in failure_of(engine)
+
+
+def test_weights_arrive_while_requests_run(setting, adapting):
+    adapting[0].has_base = False
+    for engine, model, tokenizer, args in (setting, adapting):
+        args = dataclasses.replace(args, max_response_length=150)
+        difference, of_others, mixed = sync_in_flight(engine, model, sums(tokenizer, 12), args)
+        assert difference < 1e-4 and of_others > 0.1 and mixed > 0
 
 
 # ---- runs ----------------------------------------------------------------------------------------
@@ -350,12 +420,15 @@ def test_two_ranks_sample_the_same(one, tmp_path):
 
 
 def test_one_engine_for_two_ranks(base, tmp_path):
-    """Tensor parallelism: both ranks make every rollout of their engine, and each counts once."""
+    """Tensor parallelism: both ranks make every rollout of their engine, and each counts once. An
+    adapter is gathered from both.
+    """
     # of ranks that were killed; vLLM would not start
     for left in helpers.Path("/dev/shm").glob("-tp:*cpushm*"):
         left.unlink()
-    values = variant(base, tmp_path, run_name="one", total_episodes=8, model=untied(base))
-    two = {**values, "run_name": "two", "vllm_tensor_parallel": 2}
+    values = variant(base, tmp_path, run_name="one", total_episodes=16, model=untied(base))
+    values |= {"lora_rank": 2, "learning_rate": 1e-2}
+    two = {**values, "run_name": "two", "vllm_tensor_parallel": 2, "shard": "fsdp"}
     run(values)
     run_ranks(two, 2, (0, 0))
     assert responses_of(values) == responses_of(two)
@@ -518,7 +591,7 @@ def test_a_model_that_reads_images_samples_text(tmp_path, monkeypatch):
     monkeypatch.setitem(text, "head_dim", 32)  # as the CPU build requires
     folder = test_families.family_folder("mistral3", tmp_path / "model")
     args = grpo.Args(model=folder, kv_cache_gb=0.02, max_prompt_length=20, max_response_length=20)
-    engine = vllm_engine.Engine(args, utils.World(0, 1, torch.device("cpu")), None)
+    engine = vllm_engine.Engine(args, WORLD, None)
     model = loading.load_model("--model", folder, torch.float32, torch.device("cpu"))
     engine.sync(model, 0)
     made = sample((engine, model, None, args), [[5, 6, 7], [8]], [1, 2])

@@ -3,6 +3,7 @@ sent over gloo.
 """
 
 import asyncio
+import copy
 import importlib.util
 import itertools
 import os
@@ -36,6 +37,7 @@ from tiny_models import random_model
 
 import distill
 import utils
+from extras.lora import add_lora
 from extras.vllm import servers as vllm_servers
 from extras.vllm.servers import Servers
 from extras.vllm.teacher import ServedTeacher
@@ -93,6 +95,7 @@ def running(tmp_path_factory):
                 str(port),
             ]
             command += ["--precision", "float32", "--kv_cache_gb", "0.02", "--max_length", "250"]
+            command += ["--lora_rank", "8"]
             with open(folder / f"log{number}", "w") as log:
                 process = subprocess.Popen(
                     [*command, *helpers.SERVER_ON_CPU], stderr=log, env=environment
@@ -129,11 +132,12 @@ def sample(servers, queries, seeds, interrupted=lambda: False, **values):
     return sampled and (sampled[0], [each["rollout_logprobs"] for each in sampled[1]])
 
 
-def perturb(model, seed: int) -> None:
+def perturb(model, seed: int, which: str = "") -> None:
     numbers = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.05 * torch.randn(parameter.shape, generator=numbers)
+        for name, parameter in model.named_parameters():
+            if which in name:
+                parameter += 0.05 * torch.randn(parameter.shape, generator=numbers)
 
 
 def test_responses_are_of_the_sampled_distribution(engine):
@@ -166,6 +170,26 @@ def test_sync_brings_the_new_weights_to_all_servers(engine):
         assert largest_difference(model, queries, responses, logprobs, 0.7) < 1e-4
     numbers = sum(weight.numel() for weight in model.parameters())  # the tied head once
     assert servers.metrics()["rollout/sync_gb"] * 1e9 == 4 * numbers
+
+
+def test_adapters_go_to_all_servers(running, engine):
+    """Beside the base, which only the first sync brings."""
+    model = copy.deepcopy(engine[1])
+    add_lora(model, replace(ARGS, lora_rank=3))
+    adapter = 4 * sum(x.numel() for x in model.parameters() if x.requires_grad)
+    servers = connect(*running[0], lora_rank=3)
+    queries = prompts(8)
+    difference = lambda: largest_difference(
+        model, queries, *sample(servers, queries, list(range(8))), 0.7
+    )
+    servers.sync(model, 0)
+    assert servers.synced > 10 * adapter and difference() < 1e-4
+    for seed in range(2):
+        perturb(model, seed, ".lora_")
+        assert difference() > 0.05
+        servers.sync(model, 0)
+        assert difference() < 1e-4 and adapter < servers.synced < 1.5 * adapter
+    assert not connect(*running[0], lora_rank=9).sends_adapter
 
 
 def test_weights_arrive_while_requests_run(engine):
@@ -281,8 +305,8 @@ def test_a_server_teaches(engine, running, top_k):
         )
 
 
-@pytest.mark.parametrize("async_steps, ranks", [(0, 1), (2, 2)])
-def test_a_run(running, tmp_path, async_steps, ranks):
+@pytest.mark.parametrize("async_steps, ranks, lora_rank", [(0, 1, 4), (2, 2, 0)])
+def test_a_run(running, tmp_path, async_steps, ranks, lora_rank):
     """The servers sample with the weights that the run trains, also while it trains and for several
     ranks.
     """
@@ -290,6 +314,7 @@ def test_a_run(running, tmp_path, async_steps, ranks):
         "model": running[1],
         "rollout_backend": "server",
         "run_name": "run",
+        "lora_rank": lora_rank,
     }
     values |= {
         "rollout_servers": tuple(running[0]),

@@ -3,16 +3,18 @@
 import asyncio
 import itertools
 import os
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from transformers import PreTrainedModel
 
 from extras.vllm.sampling import (
+    ADAPTER,
     WATCH,
     Response,
     VllmSampling,
     check_sent,
+    packed_adapter,
     policy_steps,
     sent_weights,
 )
@@ -29,6 +31,25 @@ CPU_SETTINGS = {  # of vLLM's CPU build, on which the tests run
 }
 
 
+def lora_settings(args: Any, model: PreTrainedModel) -> dict[str, Any]:
+    """Return vLLM's settings for the adapter of a model; {} if it has none, and where vLLM does not
+    support adapters of its rank or of its family.
+    """
+    from vllm.config.lora import MaxLoRARanks
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.models import supports_lora
+
+    layers = {name.split(".")[-1] for name, x in model.named_modules() if hasattr(x, "lora_A")}
+    rank = next((x for x in get_args(MaxLoRARanks) if x >= args.lora_rank), 0)
+    if not layers or not rank:
+        return {}
+    config = EngineArgs(args.model, language_model_only=True).create_model_config()
+    family, _ = config.registry.resolve_model_cls(config.architectures, config)
+    if not supports_lora(family):
+        return {}
+    return {"enable_lora": True, "max_lora_rank": rank, "lora_target_modules": sorted(layers)}
+
+
 class Engine(VllmSampling):
     """vLLM in this process: an engine for each rank, or for --vllm_tensor_parallel neighbouring
     ranks, which then have to make the same calls.
@@ -40,7 +61,11 @@ class Engine(VllmSampling):
     """
 
     def __init__(
-        self, args: Any, world: World, compute_dtype: torch.dtype | None, load_format: str = "dummy"
+        self,
+        args: Any,
+        world: World,
+        compute_dtype: torch.dtype | None,
+        model: PreTrainedModel | None = None,
     ):
         """Start the engine, or raise a UserError.
 
@@ -48,8 +73,7 @@ class Engine(VllmSampling):
             args: the flags of a script: those of plumbing.cli.RolloutArgs, model, seed and the
                 lengths of prompts and responses.
             compute_dtype: number format of matrix products; None: float32.
-            load_format: "dummy" for random weights until the first `sync`, "auto" for the weights
-                of --model.
+            model: whose weights `sync` will bring; None for the weights of --model.
         """
         super().__init__()
         # In this process, as a sync to another process would copy the weights.
@@ -80,12 +104,14 @@ class Engine(VllmSampling):
         # vLLM's CPU build would compile for 20 s and gain nothing. The trainer may compile.
         self.stance = "default" if on_gpu else "force_eager"
         threads = torch.get_num_threads()
+        self.dtype = compute_dtype or torch.float32
         try:
+            lora = lora_settings(args, model) if model and args.vllm_lora else {}
             with torch.cuda.stream(stream), torch.compiler.set_stance(self.stance):
                 self.llm = vllm.LLM(
                     args.model,
-                    dtype=compute_dtype or torch.float32,
-                    load_format=load_format,
+                    dtype=self.dtype,
+                    load_format="dummy" if model else "auto",
                     generation_config="vllm",
                     max_model_len=min(
                         args.max_prompt_length + args.max_response_length,
@@ -101,12 +127,15 @@ class Engine(VllmSampling):
                     language_model_only=True,
                     worker_extension_cls=WATCH,
                     **settings,
+                    **lora,
                 )
         except (OSError, ValueError, RuntimeError) as error:
             # All lines, as vLLM's first line is only a heading.
             raise UserError(
                 f"--model {args.model}: vLLM does not start with it: {' '.join(str(error).split())[:300]}"
             ) from error
+        self.sends_adapter = bool(lora)
+        self.adapter = vllm.lora.request.LoRARequest(**ADAPTER) if lora else None
         if stream is not None:
             # A thread has a stream and a device of its own; this sets both.
             self.loop.call_soon_threadsafe(torch.cuda.set_stream, stream)
@@ -115,7 +144,7 @@ class Engine(VllmSampling):
         torch.set_num_threads(threads)
         self.about = (
             f"vLLM {vllm.__version__} in this process, with a cache of {cache_gb:.3g} GB"
-            f"{', freed while training' if self.can_sleep else ''}"
+            f"{', freed while training' if self.can_sleep else ''}{', and the adapter' if lora else ''}"
         )
 
     async def _complete(self, place: int, query: list[int], settings: dict) -> Response | None:
@@ -127,7 +156,8 @@ class Engine(VllmSampling):
         with self._errors_as_failure():
             # By default, vLLM would return the response so far at each token.
             sampling = SamplingParams(**settings, output_kind=RequestOutputKind.FINAL_ONLY)
-            engine.add_request(number, {"prompt_token_ids": query}, sampling)
+            prompt = {"prompt_token_ids": query}
+            engine.add_request(number, prompt, sampling, lora_request=self.adapter)
         if self.failure:
             return None
         self.waiting[number] = self.loop.create_future()
@@ -162,15 +192,22 @@ class Engine(VllmSampling):
         self.run(self._load(model, step))
 
     async def _load(self, model: PreTrainedModel, step: int) -> None:
-        weights = sent_weights(model)
+        adapter = packed_adapter(model, self.dtype) if self.sends_adapter else ()
+        weights = [] if self.has_base else sent_weights(model)
         # A generator, so that a sharded model is gathered one tensor at a time.
-        full_tensors = ((name, merged(tensor, layer)) for name, tensor, layer in weights)
+        full_tensors = (
+            (name, merged(tensor, layer, not adapter)) for name, tensor, layer in weights
+        )
         with self._errors_as_failure(), torch.compiler.set_stance(self.stance):
             if self.can_sleep:  # does nothing if vLLM is awake
                 self.llm.wake_up(["weights"])
-            self.llm.collective_rpc("watch_weights", args=(model.all_tied_weights_keys,))
-            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": full_tensors})
-            check_sent(self.llm.collective_rpc("missing_weights"))
+            if weights:
+                self.llm.collective_rpc("watch_weights", args=(model.all_tied_weights_keys,))
+                self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": full_tensors})
+                check_sent(self.llm.collective_rpc("missing_weights"))
+            if adapter:
+                self.llm.collective_rpc("load_adapter", args=adapter)
+                self.has_base = True
             if self.can_sleep:
                 self.llm.wake_up(["kv_cache"])
             if not self.llm.reset_prefix_cache(reset_running_requests=True):
@@ -179,8 +216,11 @@ class Engine(VllmSampling):
         for _ in full_tensors:  # after an error, the other ranks still gather the rest
             pass
         self.synced = sum(tensor.numel() * tensor.element_size() for _, tensor, _ in weights)
+        self.synced += len(adapter[0]) if adapter else 0
 
     def sleep(self) -> None:
-        """Free the GPU memory of weights and cache until the next `sync`, if the platform can."""
+        """Free the GPU memory of weights and cache until the next `sync`, if the platform can. A base
+        that no further sync brings waits in the CPU's memory.
+        """
         if self.can_sleep:
-            self.llm.sleep(level=2)
+            self.llm.sleep(level=1 if self.has_base else 2)

@@ -4,18 +4,23 @@ extras/vllm/engine.py has the engine in the training process, extras/vllm/server
 asks servers.
 """
 
+import base64
 import contextlib
 import itertools
 from typing import Any, Callable, Coroutine, Iterable
 
+import safetensors.torch
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from plumbing.event_loop import EventLoop, run_all
 from plumbing.models.sharding import base_weights
-from utils import first_line
+from utils import first_line, full_tensor
 
 WATCH = "extras.vllm.sampling.WeightWatch"  # vLLM's worker_extension_cls
+# Of vLLM's LoRARequest. There is no such file: the adapter is in memory when a request names it.
+ADAPTER = {"lora_name": "policy", "lora_int_id": 1, "lora_path": "/policy"}
 # Token ids up to and including a stop token; and by name, a value for each of them.
 Response = tuple[list[int], dict[str, list]]
 
@@ -60,11 +65,13 @@ def sent_weights(model: PreTrainedModel) -> list[tuple[str, Tensor, Any]]:
 
 
 class WeightWatch:
-    """Mixed into vLLM's workers: finds out which weights a sync has not loaded. vLLM itself only
-    logs them, and goes on.
+    """Mixed into vLLM's workers: finds out which weights a sync has not loaded, as vLLM itself only
+    logs them and goes on; and loads an adapter from memory, where vLLM itself reads a folder.
     """
 
-    get_model: Callable  # of the worker
+    get_model: Callable  # of the worker, as these
+    model_runner: Any
+    vllm_config: Any
 
     def watch_weights(self, tied: dict[str, str]) -> None:
         """Begin to record which weights are loaded.
@@ -93,7 +100,55 @@ class WeightWatch:
         """Return the names of the model's weights that were not loaded since `watch_weights`."""
         model = self.get_model()
         del model.load_weights  # of this object: that of its class is left
-        return sorted({name for name, _ in model.named_parameters()} - self.loaded)
+        names = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}
+        return sorted(names - self.loaded)
+
+    def adapter_rank(self) -> int:
+        """Return the greatest rank of an adapter that the worker takes; 0 if it takes none."""
+        config = self.vllm_config.lora_config
+        return config.max_lora_rank if config else 0
+
+    def load_adapter(self, data: bytes | str, rank: int, alpha: int) -> None:
+        """Load an adapter in place of the one before.
+
+        Args:
+            data, rank, alpha: of `packed_adapter`.
+        Raises:
+            RuntimeError: if the model does not have all of its layers.
+        """
+        from vllm.lora.lora_model import LoRAModel
+        from vllm.lora.peft_helper import PEFTHelper
+
+        manager = self.model_runner.lora_manager._adapter_manager
+        names = getattr(manager.model, "hf_to_vllm_mapper", None)
+        adapter = LoRAModel.from_lora_tensors(
+            ADAPTER["lora_int_id"],
+            safetensors.torch.load(data if isinstance(data, bytes) else base64.b64decode(data)),
+            PEFTHelper(rank, alpha, []),
+            device="cpu",
+            dtype=manager.lora_config.lora_dtype,
+            weights_mapper=names and names.get_rename_mapper(),
+        )
+        manager.remove_adapter(adapter.id)
+        manager.add_adapter(adapter)
+        manager.activate_adapter(adapter.id)
+        if unknown := sorted(adapter.loras.keys() - manager.modules.keys()):
+            raise RuntimeError(
+                f"--vllm_lora: it lacks {len(unknown)} layers of the adapter, such as {unknown[0]}"
+            )
+
+
+def packed_adapter(model: PreTrainedModel, dtype: torch.dtype) -> tuple[bytes, int, int]:
+    """Return a model's adapter as bytes of safetensors in a number format, its rank and its alpha; a
+    collective for a sharded model.
+    """
+    tensors = {
+        name.replace(".default.", "."): full_tensor(tensor).to(dtype).contiguous()
+        for name, tensor in model.state_dict().items()
+        if ".lora_" in name
+    }
+    config = model.peft_config["default"]
+    return safetensors.torch.save(tensors), config.r, config.lora_alpha
 
 
 def check_sent(of_workers: list[list[str]]) -> None:
@@ -120,6 +175,9 @@ class VllmSampling(EventLoop):
             saves a checkpoint and prints it.
         about: what the run prints at its start.
         synced: bytes of weights in the last sync.
+        sends_adapter: whether a sync sends the adapter, and only the first one the base, too; else
+            each sync sends merged weights.
+        has_base: whether the engine has the base of the adapters that it gets.
         is_shared: whether several ranks share the engine. Then an interruption does not end a
             rollout: all these ranks have to make every step of it.
     """
@@ -129,6 +187,8 @@ class VllmSampling(EventLoop):
     failure = ""
     about = ""
     synced = 0
+    sends_adapter = False
+    has_base = False
     is_shared = False
 
     def run_all(self, calls: Iterable[Coroutine], interrupted: Callable) -> None:

@@ -5,25 +5,27 @@ the variable VLLM_API_KEY goes with every request.
 """
 
 import asyncio
+import base64
 import itertools
 import json
 import math
 import os
 import time
-from typing import Iterator
+from typing import Any, Iterator
 
 import aiohttp
 import torch
 from transformers import PreTrainedModel
 
 from extras.vllm.sampling import (
+    ADAPTER,
     Response,
     VllmSampling,
     check_sent,
+    packed_adapter,
     policy_steps,
     sent_weights,
 )
-from plumbing.cli import RolloutArgs
 from plumbing.models.sharding import merged
 from utils import UserError, World, first_line
 
@@ -37,11 +39,14 @@ TRANSFER = 600.0  # seconds in which a part of the weight transfer has to be don
 
 
 class Weights:
-    """A model's weights as they are sent, with its adapter merged: vLLM's WeightSource."""
+    """A model's weights as they are sent, with its adapter merged if `adapter`: vLLM's
+    WeightSource.
+    """
 
     def __init__(self, dtype: torch.dtype):
         self.dtype = dtype
         self.entries: list[tuple] = []  # of `sent_weights`
+        self.adapter = True
 
     def metadata(self) -> list:
         from vllm.distributed.weight_transfer import ParamMeta
@@ -60,16 +65,18 @@ class Weights:
         """
         for meta in self.metadata():
             _, weight, layer = self.entries.pop(0)
-            yield meta.name, merged(weight.detach(), layer).to(meta.dtype).contiguous()
+            full = merged(weight.detach(), layer, self.adapter)
+            yield meta.name, full.to(meta.dtype).contiguous()
 
 
 class Servers(VllmSampling):
     """vLLM servers as one rollout engine: each server samples a share of every rank's queries."""
 
-    def __init__(self, args: RolloutArgs, world: World, compute_dtype: torch.dtype | None):
+    def __init__(self, args: Any, world: World, compute_dtype: torch.dtype | None):
         """Wait for the servers of --rollout_servers and connect, or raise a UserError.
 
         Args:
+            args: the flags of a script: those of plumbing.cli.RolloutArgs, and lora_rank.
             compute_dtype: number format in which the weights are sent; None: float32.
         """
         super().__init__()
@@ -82,9 +89,15 @@ class Servers(VllmSampling):
         self.headers = {"Authorization": f"Bearer {os.environ.get('VLLM_API_KEY', '')}"}
         try:
             self._connect()
+            world.barrier()
+            if args.lora_rank and args.vllm_lora:
+                ranks = self._ask_all("/collective_rpc", {"method": "adapter_rank"})
+                least = min(int(rank) for answer in ranks for rank in answer["results"])
+                self.sends_adapter = args.lora_rank <= least
         except (OSError, RuntimeError) as error:
             raise UserError(f"--rollout_servers {first_line(error)}", local=True) from error
-        world.barrier()
+        self.weights.adapter = not self.sends_adapter
+        self.about += ", and the adapter" if self.sends_adapter else ""
 
     async def _request(
         self,
@@ -111,8 +124,8 @@ class Servers(VllmSampling):
                 ) as answer:
                     status = answer.status
                     text = await answer.text()
-                if answer.ok:
-                    return json.loads(text) if text else {}  # /health has no body
+                if answer.ok:  # some answers have no body, or a sentence
+                    return json.loads(text) if answer.content_type == "application/json" else {}
                 why = f"HTTP status {status}: {text[:300]}"
             except (aiohttp.ClientError, ValueError) as error:
                 why = first_line(error) or type(error).__name__
@@ -179,6 +192,10 @@ class Servers(VllmSampling):
         self._ask_all("/finish_weight_update", {"weight_version": str(self.step)})
         for answer in self._ask_all("/collective_rpc", {"method": "missing_weights"}):
             check_sent(answer["results"])
+        self._resume()
+
+    def _resume(self) -> None:
+        """Let requests go on with the new weights."""
         answers = self._ask_all("/reset_prefix_cache?reset_running_requests=true", {})
         if not all(answer["success"] for answer in answers):
             raise RuntimeError(
@@ -186,19 +203,40 @@ class Servers(VllmSampling):
             )
         self._ask_all("/resume", {})
 
+    def _send_adapter(self, data: bytes, rank: int, alpha: int) -> None:
+        """Send an adapter over HTTP, and say to servers that do not yet know its name that it is
+        there.
+        """
+        self._ask_all("/pause?mode=keep", {})
+        args = [base64.b64encode(data).decode(), rank, alpha]
+        self._ask_all("/collective_rpc", {"method": "load_adapter", "args": args})
+        for url, models in zip(self.urls, self._ask_all("/v1/models")):
+            if ADAPTER["lora_name"] not in [model["id"] for model in models["data"]]:
+                self.run(self._request(url, "/v1/load_lora_adapter", ADAPTER))
+        self._ask_all("/update_weight_version", {"new_version": str(self.step)})
+        self._resume()
+
     def sync(self, model: PreTrainedModel, step: int) -> None:
         """Give all servers the weights of `model` after a step; all ranks call it."""
         self.world.barrier()
-        self.weights.entries = sent_weights(model)
+        self.weights.entries = [] if self.has_base else sent_weights(model)
         self.tied = model.all_tied_weights_keys
         self.step = step
         self.synced = sum(
             meta.dtype.itemsize * math.prod(meta.shape) for meta in self.weights.metadata()
         )
         with self._errors_as_failure():
-            self.sender.send_weights()  # rank 0 sends, other ranks only gather
+            if not self.has_base:
+                self.sender.send_weights()  # rank 0 sends, other ranks only gather
         for _ in self.weights:  # after an error, the other ranks still gather the rest
             pass
+        if self.sends_adapter:
+            adapter = packed_adapter(model, self.weights.dtype)
+            self.synced += len(adapter[0])
+            self.has_base = True
+            with self._errors_as_failure():
+                if self.world.main and not self.failure:
+                    self._send_adapter(*adapter)
         # After an error on one rank the servers stay paused, and answer no rank.
         failure = max(self.world.all_gather([self.failure]))
         self.failure = self.failure or failure
@@ -211,7 +249,9 @@ class Servers(VllmSampling):
         url = self.urls[(self.world.rank + place) % len(self.urls)]
         async with self.free:
             with self._errors_as_failure():
-                return await self._sample(url, {"token_ids": query, "sampling_params": settings})
+                model = ADAPTER["lora_name"] if self.sends_adapter else None
+                body = {"token_ids": query, "sampling_params": settings, "model": model}
+                return await self._sample(url, body)
 
     async def _sample(self, url: str, body: dict) -> Response:
         """Return a response's token ids and, by name, a value for each of them.

@@ -204,8 +204,8 @@ def load_policy(
     """
     name = args.model if args.lora_rank else checkpoint or args.model
     model = load_model("--model", name, precision.base_dtype(args), sharding.load_device)
-    add_adapter(model, args)
     check_head(f"--model {args.model}", model)
+    add_adapter(model, args)
     policy = make_policy(model)
     return policy, sharding.wrap(policy)
 

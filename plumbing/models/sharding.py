@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from plumbing.cli import ModelArgs
 from plumbing.models.forward import blocks_of, checkpoint_blocks, compile_parts, set_attention
 from plumbing.models.loading import Precision
-from utils import World, as_user_error, full_tensor, say
+from utils import UserError, World, as_user_error, full_tensor, say
 
 
 class Sharding:
@@ -56,6 +56,8 @@ class Sharding:
         self.on = args.shard.startswith("fsdp")
         if args.shard == "auto":
             self.on = on_gpu and world.size > 1
+        if self.on and args.quantize:
+            raise UserError(f"--quantize {args.quantize}: requires --shard none")
         if self.on:
             if not dist.is_initialized():  # one process, without torchrun
                 dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
@@ -67,9 +69,12 @@ class Sharding:
     def load_device(self) -> torch.device:
         """The device to load a model to, before `shard`.
 
-        Only rank 0 reads the files of a model that will be sharded, and it reads them to the CPU: a
-        GPU may lack the memory for a whole model, and a machine for a copy per rank.
+        A model that will be sharded or quantized is read to the CPU, as a GPU may lack the memory
+        for it. Of a model that will be sharded, only rank 0 reads the files, as a machine may lack
+        the memory for a copy per rank.
         """
+        if self.args.quantize:
+            return torch.device("cpu")
         return torch.device("cpu" if self.world.main else "meta") if self.on else self.world.device
 
     def wrap(self, module: nn.Module) -> nn.Module:
@@ -101,6 +106,8 @@ class Sharding:
         module.forward = self.precision.autocast()(module.forward)
         if self.shards_reward_models if reward_model else self.on:
             self._fully_shard(module, model)
+        else:
+            module.to(self.world.device)  # which quantizes the weights of --quantize
         if self.args.gradient_checkpointing and not reward_model:
             checkpoint_blocks(model)
         if self.args.compile and not reward_model:
@@ -209,26 +216,34 @@ def base_weights(model: nn.Module) -> list[tuple[str, Tensor, Any]]:
 
     Returns:
         (name, tensor, its LoRA layer or None), the arguments of `merged` behind the name. Tied
-        weights come twice.
+        weights come twice. For a quantized weight, the tensor has shape and format only (meta).
     """
     layers = {
         f"{name}.base_layer.weight": x for name, x in model.named_modules() if hasattr(x, "lora_A")
     }
-    return [
-        (name.replace(".base_layer.", "."), tensor, layers.get(name))
-        for name, tensor in model.state_dict().items()
-        if ".lora_" not in name
-    ]
+    weights = []
+    for name, tensor in model.state_dict().items():
+        if ".lora_" in name or ".base_layer.weight." in name:  # adapters, scales of --quantize
+            continue
+        layer = layers.get(name)
+        if state := layer and getattr(layer.base_layer.weight, "quant_state", None):
+            tensor = torch.empty(state.shape, dtype=state.dtype, device="meta")
+        weights.append((name.replace(".base_layer.", "."), tensor, layer))
+    return weights
 
 
 @torch.no_grad()
-def merged(tensor: Tensor, layer: Any) -> Tensor:
+def merged(tensor: Tensor, layer: Any, adapter: bool = True) -> Tensor:
     """Return the full tensor of one of `base_weights`, plus its adapter's product, in float32 or
-    better; a collective for a sharded tensor.
+    better, if `adapter`; a collective for a sharded tensor. A quantized weight is dequantized.
 
     (peft would merge in place, and all weights at once.)
     """
+    if tensor.is_meta:
+        from peft.utils.integrations import dequantize_module_weight
+
+        tensor = dequantize_module_weight(layer.base_layer)
     tensor = full_tensor(tensor)
-    if layer is None:
+    if layer is None or not adapter:
         return tensor
     return tensor + full_tensor(layer.get_delta_weight("default"))

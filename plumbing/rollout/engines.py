@@ -8,6 +8,7 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import PreTrainedModel
 
 from plumbing.models.forward import check_decodes
 from plumbing.models.loading import Precision
@@ -19,7 +20,7 @@ if TYPE_CHECKING:  # imported where a flag asks for them, or by the script
 
 def rollout_engine(
     args: Any,
-    model: torch.nn.Module,
+    model: PreTrainedModel,
     world: World,
     precision: Precision,
     outputs: tuple[str, ...] = (),
@@ -44,7 +45,7 @@ def rollout_engine(
     if backend == "vllm":
         from extras.vllm.engine import Engine
 
-        engine = Engine(args, world, precision.compute_dtype)
+        engine = Engine(args, world, precision.compute_dtype, model)
     if backend == "server":
         from extras.vllm.servers import Servers
 

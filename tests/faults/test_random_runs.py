@@ -91,7 +91,7 @@ LEFT_OUT = set(
     "run_name output_dir resume total_episodes passes stop_at "
     "track config agent agent_timeout rollout_servers kv_cache_gb async_steps vllm_tensor_parallel "
     "prompt_column answer_column response_column chat_template_kwargs compile rollouts_from "
-    "teacher_top_k".split()
+    "teacher_top_k vllm_lora quantize".split()
 )
 
 TABLES = helpers.table("random_runs.yaml")

@@ -100,7 +100,7 @@ def weights_of(model) -> dict[str, torch.Tensor]:
 
 
 def sync_in_flight(engine, model, queries, args) -> tuple[float, float, int]:
-    """Sync other weights again and again while responses are sampled.
+    """Sync other weights, or another adapter, again and again while responses are sampled.
 
     Returns:
         the largest difference between a token's log-probability and that by the weights that it
@@ -119,6 +119,8 @@ def sync_in_flight(engine, model, queries, args) -> tuple[float, float, int]:
         numbers = torch.Generator().manual_seed(len(weights))
         with torch.no_grad():
             for name, weight in model.state_dict().items():
+                if engine.sends_adapter and ".lora_" not in name:
+                    continue
                 change = torch.randn(weight.shape, generator=numbers)
                 weight.copy_(weights[0][name] + 0.05 * change)
         engine.sync(model, len(weights))
