@@ -34,36 +34,26 @@ def data_of(page) -> dict:
     return json.loads(text.partition("</script>")[0])
 
 
-def make_group(folder, name: str, steps: int, texts=("4", "+", "3\n", "=7")) -> str:
-    """Write a run of a prompt with four responses a step, of which the last one does not train. Its
-    tokens are those of `texts`; the second one is clipped, the third an observation.
+def make_group(folder, steps: int, texts=("4", "+", "3\n", "=7")) -> str:
+    """Write a run of a prompt with four responses a step, of which the last one does not train. The
+    second token of `texts` is clipped, the third an observation.
     """
-    folder = folder / name
     folder.mkdir(exist_ok=True)
-    write_rows(
-        folder / "metrics.jsonl", [{"step": i + 1, "objective/scores": i} for i in range(steps)]
-    )
-    rows = [(step + 1, i) for step in range(steps) for i in range(4)]
-    sample = {
-        "prompt": "4+3",
-        "response": "".join(texts),
-        "length": len(texts),
-        "stop_reason": "stop",
-    }
-    write_rows(
-        folder / "samples.jsonl",
-        [{"step": step, **sample, "math": i % 2, "advantage": i - 1.0} for step, i in rows],
-    )
-    tokens = []
-    for step, i in rows:
-        values = lambda x: [None if t == 2 else x for t in range(len(texts))]
-        row = {"step": step, "sample": i, "texts": list(texts), "advantages": values(i - 1.0)}
-        row |= {"rollout_logprobs": values(-0.5), "my_number": values(0.1 * step)}
-        if i < 3:
-            clipped = [float(t == 1) for t in range(len(texts))]
-            row |= {"start_logprobs": values(-0.7), "weights": values(1.0), "clipped": clipped}
-        tokens.append(row)
-    write_rows(folder / "tokens.jsonl", tokens)
+    numbers = range(len(texts))
+    sample = {"prompt": "4+3", "response": "".join(texts), "length": len(texts)}
+    logs = {"metrics": [], "samples": [], "tokens": []}
+    for step in range(1, steps + 1):
+        logs["metrics"].append({"step": step, "objective/scores": 0.5})
+        for i in range(4):
+            logs["samples"].append({"step": step, **sample, "math": i % 2, "advantage": i - 1})
+            values = {"advantages": i - 1, "rollout_logprobs": -0.5, "my_number": step / 10}
+            if i < 3:
+                values |= {"start_logprobs": -0.7, "weights": 1, "clipped": 0}
+            row = {name: [None if t == 2 else x for t in numbers] for name, x in values.items()}
+            row |= {"clipped": [int(t == 1) for t in numbers]}
+            logs["tokens"].append({"step": step, "sample": i, "texts": list(texts), **row})
+    for name, rows in logs.items():
+        write_rows(folder / f"{name}.jsonl", rows)
     return str(folder)
 
 
@@ -139,48 +129,30 @@ def test_samples_are_read_line_by_line(tmp_path):
 
 
 def test_samples_have_their_tokens(tmp_path, monkeypatch):
-    """Of the steps that are in the page; what is not there of a sample is not made up."""
-    run = make_group(tmp_path, "a", 6)
-    size = len((tmp_path / "a/tokens.jsonl").read_text())
-    for most, steps in ((size, [1, 2, 3, 4, 5, 6]), (size / 2, [2, 4, 6])):
-        monkeypatch.setattr(report, "TOKEN_BYTES", most)
-        samples = report.read_run(run, "a", 1)["samples"]
-        assert len(samples) == 24
-        with_tokens = [row for row in samples if row["tokens"]]
-        assert [row["step"] for row in with_tokens] == [step for step in steps for _ in range(4)]
-        for row in with_tokens:
-            assert row["tokens"]["advantages"][0] == row["advantage"]
-    (tmp_path / "a/tokens.jsonl").unlink()
-    assert not any(row["tokens"] for row in report.read_run(run, "a", 1)["samples"])
-
-
-def test_a_folder_of_evaluate_is_a_run(tmp_path):
-    make_group(tmp_path, "a", 1)
+    """Of evenly spread steps, as many as the page has room for; also of a folder of evaluate.py."""
+    run = make_group(tmp_path / "a", 6)
+    monkeypatch.setattr(report, "TOKEN_BYTES", (tmp_path / "a/tokens.jsonl").stat().st_size // 2)
+    samples = [row for row in report.read_run(run, "a", 1)["samples"] if row["tokens"]]
+    assert [row["step"] for row in samples] == [step for step in (2, 4, 6) for _ in range(4)]
+    assert all(row["tokens"]["advantages"][0] == row["advantage"] for row in samples)
     for name in ("samples.jsonl", "tokens.jsonl"):
-        rows = read_lines(tmp_path / "a" / name)
-        rows = [{key: x for key, x in row.items() if key != "step"} for row in rows]
-        write_rows(tmp_path / "a" / name, rows)
-    (tmp_path / "a/metrics.jsonl").unlink()
-    results = {
-        "scores": {"avg@4": {"value": 0.5}},
-        "args": {"model": "m", "reward": ["http://a:b@c"]},
-    }
+        rows = read_lines(tmp_path / "a" / name)[:4]
+        write_rows(tmp_path / "a" / name, [row for row in rows if row.pop("step")])
+    results = {"scores": {"avg@4": {"value": 0.5}}, "args": {"reward": ["http://a:b@c"]}}
     (tmp_path / "a/results.json").write_text(json.dumps(results))
-    run = report.read_run(str(tmp_path / "a"), "a", 1)
+    run = report.read_run(run, "a", 1)
     assert run["metrics"] == {"eval/avg@4": [0.5]} and run["finished"]
-    assert run["args"] == {"model": "m", "reward": ["http://c"]}
-    assert all(
-        row["held_out"] and row["tokens"]["sample"] == row["place"] for row in run["samples"]
-    )
+    assert run["args"] == {"reward": ["http://c"]}
+    assert [row["tokens"]["sample"] for row in run["samples"]] == [0, 1, 2, 3]
 
 
 def test_watch_writes_the_page_until_the_run_has_ended(tmp_path, monkeypatch):
-    run, page = make_group(tmp_path, "a", 1), tmp_path / "page.html"
+    run, page = make_group(tmp_path / "a", 1), tmp_path / "page.html"
     reloads = lambda: 'http-equiv="refresh"' in page.read_text()
 
     def go_on(_):
         assert reloads() and data_of(page)["runs"][0]["steps"] == [1]
-        make_group(tmp_path, "a", 2)
+        make_group(tmp_path / "a", 2)
         (tmp_path / "a/final").mkdir()
 
     monkeypatch.setattr(report.time, "sleep", go_on)
@@ -299,7 +271,7 @@ def test_clicks(chromium, three, width):
 def test_tokens(chromium, tmp_path, width):
     """Colours, a token's numbers by pointer and by keys, a group, another run; a reload keeps it."""
     report.main(
-        tuple(make_group(tmp_path, name, steps) for name, steps in (("a", 2), ("b", 1))),
+        tuple(make_group(tmp_path / name, steps) for name, steps in (("a", 2), ("b", 1))),
         str(tmp_path / "page.html"),
     )
     page = chromium.new_page(viewport={"width": width, "height": 900})
@@ -345,7 +317,7 @@ def test_tokens(chromium, tmp_path, width):
 def test_a_long_response_is_laid_out_where_it_is_seen(chromium, tmp_path):
     """In blocks, which end at the ends of lines where there are some."""
     texts = ["x", " y", ".\n"] * 5333 + ["z"] * 1500
-    report.main((make_group(tmp_path, "a", 1, texts),), str(tmp_path / "page.html"))
+    report.main((make_group(tmp_path / "a", 1, texts),), str(tmp_path / "page.html"))
     page = chromium.new_page(viewport={"width": 390, "height": 900})
     page.set_default_timeout(60_000)
     page.goto(f"file://{tmp_path / 'page.html'}")

@@ -184,7 +184,7 @@ def token_rows(
 ) -> Iterator[dict]:
     """Yield the tokens of the first `count` responses as rows of tokens.jsonl: "texts", "trains"
     (whether the step has updated weights by a token), and each of `Batch.tokens` and of `updated`
-    by its name, None for an observation and for what is not finite.
+    by its name with four digits, None for an observation and for what is not finite.
 
     Args:
         updated: as `Batch.gather_updated` returns it.
@@ -200,19 +200,10 @@ def token_rows(
             "trains": (known & (i in updated)).int().tolist(),
         }
         of_sample = {name: x[i] for name, x in tokens.items()} | updated.get(i, {})
-        for name, x in of_sample.items():
-            values = x[:length].double().masked_fill(~known, math.nan).tolist()
-            row[name] = [four_digits(value) for value in values]
+        for name, of_token in of_sample.items():
+            values = of_token[:length].double().masked_fill(~known, math.nan).tolist()
+            row[name] = [float(f"{x:.4g}") if math.isfinite(x) else None for x in values]
         yield row
-
-
-def four_digits(x: float) -> float | None:
-    """Return a number with four significant digits, an integer as it is; None if it is not
-    finite.
-    """
-    if not math.isfinite(x):
-        return None
-    return x if x.is_integer() else float(f"{x:.4g}")
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:
