@@ -48,9 +48,10 @@ def make_group(folder, steps: int, texts=("4", "+", "3\n", "=7")) -> str:
             logs["samples"].append({"step": step, **sample, "math": i % 2, "advantage": i - 1})
             values = {"advantages": i - 1, "rollout_logprobs": -0.5, "my_number": step / 10}
             if i < 3:
-                values |= {"start_logprobs": -0.7, "weights": 1, "clipped": 0}
+                values |= {"start_logprobs": -0.7, "weights": 1}
             row = {name: [None if t == 2 else x for t in numbers] for name, x in values.items()}
-            row |= {"clipped": [int(t == 1) for t in numbers]}
+            if i < 3:
+                row["clipped"] = [int(t == 1) for t in numbers]
             logs["tokens"].append({"step": step, "sample": i, "texts": list(texts), **row})
     for name, rows in logs.items():
         write_rows(folder / f"{name}.jsonl", rows)
