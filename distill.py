@@ -69,7 +69,7 @@ from plumbing.rollout.batch import (
     logits_processors,
 )
 from plumbing.rollout.kv_cache import expand_cache
-from plumbing.run.metrics import add_rollout, batch_metrics, mismatch_metrics, sample_rows
+from plumbing.run.metrics import add_rollout, batch_metrics, mismatch_metrics
 from plumbing.run.ranks import report_errors
 from plumbing.run.setup import set_up
 
@@ -690,6 +690,7 @@ def main(args: Args) -> None:
                 optimizer.backward(loss)
                 sums.add(loss=loss)
                 sums.add(m, tokens=m, **out)
+                micro.update(out)  # what is added to `micro` goes to tokens.jsonl
                 if number == 0:  # with the weights that sampled
                     # NaN where the response is the data set's: no policy has sampled it.
                     micro["response_mask"] = m & micro["rollout_logprobs"].isfinite()
@@ -721,13 +722,9 @@ def main(args: Args) -> None:
             metrics["teacher/same_top_token"] = total["same_top"] / total["tokens"]
         if total["compared"] > 0:  # not where the first mini-batch is the data set's
             metrics |= mismatch_metrics(total, step, batch)
-        samples = sample_rows(batch, args.log_samples)
+        run.log_samples(batch)
         run.finish_step(
-            metrics,
-            samples,
-            experience.sampled_tokens,
-            batch.trained_tokens,
-            **experience.state,
+            metrics, experience.sampled_tokens, batch.trained_tokens, **experience.state
         )
     run.finish()
 

@@ -75,7 +75,7 @@ from plumbing.rollout.batch import (
     select_groups,
 )
 from plumbing.rollout.kv_cache import expand_cache
-from plumbing.run.metrics import add_rollout, batch_metrics, mismatch_metrics, sample_rows
+from plumbing.run.metrics import add_rollout, batch_metrics, mismatch_metrics
 from plumbing.run.ranks import report_errors
 from plumbing.run.setup import set_up
 
@@ -1129,6 +1129,9 @@ def main(args: Args) -> None:
                 sums.add(policy_loss=policy_term / len(updates), loss=loss / len(updates))
                 sums.add(m, tokens=m, entropy=out["entropies"], clipped=clipped, weights=weights)
                 sums.add(m, approxkl=(logprobs - old_logprobs).square() / 2)
+                # What is added to `micro` goes to tokens.jsonl.
+                micro.update(start_logprobs=start_logprobs, entropies=out["entropies"])
+                micro.update(weights=weights * counts, clipped=clipped)
                 if args.rollout_correction or args.off_policy_delta:
                     sums.add(m, left_out=weights * counts == 0)
                 # Logged once per response: surprisal, KL, trainer - sampler.
@@ -1167,13 +1170,9 @@ def main(args: Args) -> None:
         adaptive_entropy.update(metrics["policy/entropy_avg"])
         if updates:  # --kl_target is a mean over tokens; objective/kl is a sum over them
             adaptive_kl.update(total["mean_kl"] / total["responses"], len(trainable))
-        samples = sample_rows(batch, args.log_samples)
+        run.log_samples(batch)
         run.finish_step(
-            metrics,
-            samples,
-            experience.sampled_tokens,
-            batch.trained_tokens,
-            **experience.state,
+            metrics, experience.sampled_tokens, batch.trained_tokens, **experience.state
         )
     run.finish()
 

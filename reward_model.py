@@ -285,9 +285,9 @@ def main(args: Args) -> None:
             },
             **optimizer.metrics(),
         }
-        samples = sample_pairs(batch[: args.log_samples], scores)
+        run.log.samples(step, sample_pairs(batch[: args.log_samples], scores))
         tokens = sum(len(pair[side]) for pair in batch for side in SIDES)
-        run.finish_step(metrics, samples, tokens, tokens, position=position)
+        run.finish_step(metrics, tokens, tokens, position=position)
     if not eval_pairs:  # mean and deviation of the scores are those of training pairs
         try:
             evaluate(take_prompts(pairs, 0, min(1000, len(pairs)), args.seed))

@@ -307,6 +307,9 @@ class SamplingArgs:
     ratio."""
     repetition_penalty: PositiveFloat = 1.0
     """Divide the logits of tokens seen before; other than 1 it biases training's ratio."""
+    log_tokens: bool = True
+    """Write the tokens of the responses in samples.jsonl, with their log-probs, advantages and
+    weights, to tokens.jsonl: about 80 bytes per token."""
 
     def rules(self: Any) -> Rules:
         yield (

@@ -14,12 +14,12 @@ also --tools and --environment, and measures as the run did: on the prompts of i
 eval/accuracy that it logged (of over 256 prompts, the later ones have other random numbers).
 Without --model it measures the model that the run began with.
 
-Write results.json and samples.jsonl (every response, as in a run's samples.jsonl) to
-OUTPUT_DIR/RUN_NAME. With n = --samples responses to each of P prompts, every number is a mean over
-prompts, and "se" its standard error, the standard deviation over prompts / sqrt(P)
-(arXiv:2411.00640, section 2.2), none where all prompts are alike. "low" and "high" are the 95 %
-interval of a share that P trials have (`wilson_interval`), which holds for few prompts and at 0 and
-1, too, and is wide for n > 1:
+Write results.json, samples.jsonl (every response, as in a run's samples.jsonl) and tokens.jsonl
+(their tokens) to OUTPUT_DIR/RUN_NAME; scripts/report.py draws them. With n = --samples responses to
+each of P prompts, every number is a mean over prompts, and "se" its standard error, the standard
+deviation over prompts / sqrt(P) (arXiv:2411.00640, section 2.2), none where all prompts are alike.
+"low" and "high" are the 95 % interval of a share that P trials have (`wilson_interval`), which
+holds for few prompts and at 0 and 1, too, and is wide for n > 1:
 1. avg@n: the share of the n responses that are correct, by the rule of training
    (`correct_responses`): the first source of --reward that is not a model gave 1 or
    more, and the response stopped by itself. Responses without a score are left out, and counted.
@@ -68,7 +68,12 @@ from plumbing.rollout.batch import Batch, Sampler, unscored
 from plumbing.run import evaluation
 from plumbing.run.folder import git_commit, run_of, versions
 from plumbing.run.log import append, as_logged, read_args, replace_file
-from plumbing.run.metrics import conversation_metrics, correct_responses, sample_rows
+from plumbing.run.metrics import (
+    conversation_metrics,
+    correct_responses,
+    sample_rows,
+    token_rows,
+)
 from plumbing.run.ranks import Interrupt, report_errors
 from plumbing.run.setup import load_conversations
 
@@ -315,7 +320,9 @@ def main(args: Args) -> None:
     }
     if world.main:
         folder.mkdir()
-        append(folder / "samples.jsonl", [as_logged(row) for row in table.to_dict("records")])
+        append(folder / "samples.jsonl", map(as_logged, table.to_dict("records")))
+        if args.log_tokens:
+            append(folder / "tokens.jsonl", token_rows(batch, len(samples), tokenizer, {}))
         replace_file(folder / "results.json", json.dumps(results, indent=2, allow_nan=False))
         print(f"{len(prompts)} prompts x {n} responses; without a score: {missing}")
         for name, scores in {"": results["scores"], **results["datasets"]}.items():

@@ -1,16 +1,20 @@
-"""Write one HTML page of one or several runs: headline numbers, curves, arguments, times and
-samples.
+"""Write one HTML page of one or several runs: headline numbers, curves, samples with their tokens,
+times and arguments.
 
     python scripts/report.py runs/a runs/b --output report.html
+    python scripts/report.py runs/a --watch        # while the run goes on
 
-The page requires no network: it is assets/report/page.html with its style sheet, its scripts, the
-charting library uPlot and the runs' data, from which the scripts draw everything.
+A folder of scripts/evaluate.py counts as a run. The page requires no network: it is
+assets/report/page.html with its style sheet, its scripts, the charting library uPlot and the runs'
+data.
 """
 
 import json
 import math
 import os
+import time
 from collections import Counter
+from itertools import count
 
 import jinja2
 import repository  # noqa: F401
@@ -26,24 +30,36 @@ from plumbing.run.log import (
 )
 from plumbing.run.ranks import report_errors
 
-SAMPLE_BYTES = 6_000_000  # most of the samples in a page, all runs together
+# Most of the samples in a page, and of their tokens, all runs together.
+SAMPLE_BYTES = 6_000_000
+TOKEN_BYTES = 12_000_000
+RELOAD_SECONDS = 20  # with --watch
 # Flags that runs of a group differ by.
 NAMES = {"seed", "run_name", "output_dir", "resume", "track"}
 
 
-def main(runs: tyro.conf.Positional[tuple[str, ...]], output: str = "report.html"):
-    """Write one HTML page of one or several runs: headline numbers, curves, arguments, times and
-    samples.
+def main(
+    runs: tyro.conf.Positional[tuple[str, ...]], output: str = "report.html", watch: bool = False
+):
+    """Write one HTML page of one or several runs: headline numbers, curves, samples with their
+    tokens, times and arguments.
 
     Args:
-        runs: Run folders. Runs that differ by their seed alone share a curve, with a band.
+        runs: Folders of runs, or of scripts/evaluate.py. Runs that differ by their seed alone share
+            a curve, with a band.
         output: The page to write.
+        watch: Write the page again every 20 seconds until all runs have ended; the page reloads
+            itself, and keeps what is open.
     """
-    with utils.as_user_error("RUNS"):
-        text = page(list(dict.fromkeys(map(os.path.normpath, runs))))
-    with utils.as_user_error(f"--output {output}"):
-        replace_file(output, text)
     print(output)
+    running = True
+    while running:
+        with utils.as_user_error("RUNS"):
+            text, running = page(list(dict.fromkeys(map(os.path.normpath, runs))), watch)
+        with utils.as_user_error(f"--output {output}"):
+            replace_file(output, text)
+        if running:
+            time.sleep(RELOAD_SECONDS)
 
 
 def run_names(folders: list[str]) -> list[str]:
@@ -55,16 +71,8 @@ def run_names(folders: list[str]) -> list[str]:
     return [os.path.relpath(path, shared) for path in paths]
 
 
-def read_metrics(folder: str) -> list[dict]:
-    """Return the rows of metrics.jsonl; raise ValueError if there is none."""
-    rows = list(read_log(folder))
-    if not rows:
-        raise ValueError(f"{folder} has no metrics.jsonl with a whole line")
-    return rows
-
-
-def page(folders: list[str]) -> str:
-    """Return the page of some run folders."""
+def page(folders: list[str], watch: bool = False) -> tuple[str, bool]:
+    """Return the page of some folders, and with `watch` whether it will change: a run goes on."""
     runs = [
         read_run(folder, name, len(folders)) for folder, name in zip(folders, run_names(folders))
     ]
@@ -72,35 +80,55 @@ def page(folders: list[str]) -> str:
     for run, key in zip(runs, keys):
         run["group"] = list(dict.fromkeys(keys)).index(key)
     parts = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(f"{utils.ROOT}/assets/report"), autoescape=True
+        loader=jinja2.FileSystemLoader(f"{utils.ROOT}/assets/report"),
+        autoescape=True,
+        extensions=["jinja2.ext.do"],
     )
-    title = runs[0]["name"] if len(runs) == 1 else f"{len(runs)} runs"
+    running = watch and not all(run["finished"] for run in runs)
     # An HTML parser would read "</script>" in a sample as the end of the data.
     data = json.dumps({"titles": CURVES, "runs": runs}, separators=(",", ":")).replace(
         "<", "\\u003c"
     )
-    return parts.get_template("page.html").render(title=title, data=data)
+    text = parts.get_template("page.html").render(
+        title=runs[0]["name"] if len(runs) == 1 else f"{len(runs)} runs",
+        runs=runs,
+        titles=CURVES,
+        seconds=RELOAD_SECONDS if running else None,
+        data=data,
+    )
+    return text, running
 
 
 def read_run(folder: str, name: str, runs: int) -> dict:
     """Return what the page has of a run; `runs` share the bytes for samples. A folder of metrics
     alone will do.
     """
-    facts = without_secrets(read_args(folder))
-    rows = read_metrics(folder)
+    facts = read_args(folder)
+    rows = list(read_log(folder))
+    evaluated = read_args(folder, "results.json")  # of scripts/evaluate.py
+    if evaluated:
+        facts = {"script": "scripts/evaluate.py", **evaluated}
+        scores = {f"eval/{name}": x["value"] for name, x in evaluated["scores"].items()}
+        rows = [{"step": 0, **scores}]
+    if not rows:
+        raise ValueError(f"{folder} has no metrics.jsonl with a whole line")
     names = dict.fromkeys(name for row in rows for name in row if name not in ("step", "episode"))
-    samples, held_out = (
-        read_samples(folder, part, SAMPLE_BYTES // 2 // runs)
-        for part in ("samples.jsonl", "held_out.jsonl")
-    )
+    size = SAMPLE_BYTES // 2 // runs
+    samples = read_samples(folder, "samples.jsonl", size)
+    tokens = read_samples(folder, "tokens.jsonl", TOKEN_BYTES // runs, samples)
+    of_sample = {(row["step"], row["sample"]): row for row in tokens}
+    for row in samples:
+        row["held_out"] = bool(evaluated)
+        row["tokens"] = of_sample.get((row["step"], row["place"]))
+    held_out = read_samples(folder, "held_out.jsonl", size)
     return {
         "args": {},
-        **facts,
+        **without_secrets(facts),
         "name": name,
         "steps": [row["step"] for row in rows],
         "metrics": {name: [five_digits(row.get(name)) for row in rows] for name in names},
         "samples": samples + [{**row, "held_out": True} for row in held_out],
-        "finished": os.path.isdir(f"{folder}/final"),
+        "finished": bool(evaluated) or os.path.isdir(f"{folder}/final"),
     }
 
 
@@ -117,18 +145,25 @@ def five_digits(x: float | None) -> float | None:
     return None if x is None else float(f"{x:.5g}")
 
 
-def read_samples(folder: str, name: str, size: int) -> list[dict]:
+def read_samples(folder: str, name: str, size: int, among: list[dict] | None = None) -> list[dict]:
     """Return the rows of so many steps, evenly spread and the last one among them, as `size` bytes
-    hold.
+    hold; with their "place" in the step, and step 0 where they have none.
 
     The log is read twice, line by line: of the steps that are left out, a number each is in memory.
+
+    Args:
+        among: rows of the steps to choose from; None for all.
     """
+    steps = None if among is None else {row["step"] for row in among}
     sizes = Counter()
     for row in read_log(folder, name):
-        sizes[row["step"]] += len(json.dumps(row))
+        step = row.get("step", 0)
+        if steps is None or step in steps:
+            sizes[step] += len(json.dumps(row))
     every = math.ceil(sizes.total() / size) or 1
-    kept = sorted(sizes, reverse=True)[::every]
-    return [row for row in read_log(folder, name) if row["step"] in kept]
+    kept = {step: count() for step in sorted(sizes, reverse=True)[::every]}
+    rows = ({"step": 0, **row} for row in read_log(folder, name))
+    return [{**row, "place": next(kept[row["step"]])} for row in rows if row["step"] in kept]
 
 
 if __name__ == "__main__":

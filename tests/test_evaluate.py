@@ -103,14 +103,18 @@ def test_run_on_arithmetic(tmp_path):
         assert s["gsm8k"] == float(s["response"].endswith(f"#### {s['answer']}"))
         assert s["correct"] == (s["gsm8k"] == 1 and s["stop_reason"] == "stop")
     assert len({s["response"] for s in samples}) > 40  # each has random numbers of its own
+    for s, row in zip(samples, helpers.read_lines(tmp_path / "run/tokens.jsonl"), strict=True):
+        assert "".join(row["texts"]).removesuffix("<eos>") == s["response"]
+        assert len(row["rollout_logprobs"]) == s["tokens"] and max(row["rollout_logprobs"]) <= 0
     scores = {name: x["value"] for name, x in results["scores"].items()}
     assert list(scores) == "avg@6 pass@1 pass@2 pass@4 maj@6 gsm8k stopped tokens".split()
     assert scores["avg@6"] == pytest.approx(sum(s["correct"] for s in samples) / 72)
     assert 0.2 < scores["avg@6"] < 0.9
     assert results["args"]["backend"] == "hf"
     values = {**TINY, "output_dir": str(tmp_path), "run_name": "ranks", "generation_batch_size": 7}
+    values["log_tokens"] = False
     helpers.run_ranks(values, 2, (0, 0), script="evaluate")
-    assert read(values)[1] == samples
+    assert read(values)[1] == samples and not (tmp_path / "ranks/tokens.jsonl").exists()
 
 
 @pytest.fixture(scope="module")

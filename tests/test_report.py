@@ -34,6 +34,30 @@ def data_of(page) -> dict:
     return json.loads(text.partition("</script>")[0])
 
 
+def make_group(folder, steps: int, texts=("4", "+", "3\n", "=7")) -> str:
+    """Write a run of a prompt with four responses a step, of which the last one does not train. The
+    second token of `texts` is clipped, the third an observation.
+    """
+    folder.mkdir(exist_ok=True)
+    numbers = range(len(texts))
+    sample = {"prompt": "4+3", "response": "".join(texts), "length": len(texts)}
+    logs = {"metrics": [], "samples": [], "tokens": []}
+    for step in range(1, steps + 1):
+        logs["metrics"].append({"step": step, "objective/scores": 0.5})
+        for i in range(4):
+            logs["samples"].append({"step": step, **sample, "math": i % 2, "advantage": i - 1})
+            values = {"advantages": i - 1, "rollout_logprobs": -0.5, "my_number": step / 10}
+            if i < 3:
+                values |= {"start_logprobs": -0.7, "weights": 1}
+            row = {name: [None if t == 2 else x for t in numbers] for name, x in values.items()}
+            if i < 3:
+                row["clipped"] = [int(t == 1) for t in numbers]
+            logs["tokens"].append({"step": step, "sample": i, "texts": list(texts), **row})
+    for name, rows in logs.items():
+        write_rows(folder / f"{name}.jsonl", rows)
+    return str(folder)
+
+
 # ---- what is in a page ---------------------------------------------------------------------------
 
 
@@ -105,6 +129,38 @@ def test_samples_are_read_line_by_line(tmp_path):
     assert len(kept) == 20 and peak < 500_000
 
 
+def test_samples_have_their_tokens(tmp_path, monkeypatch):
+    """Of evenly spread steps, as many as the page has room for; also of a folder of evaluate.py."""
+    run = make_group(tmp_path / "a", 6)
+    monkeypatch.setattr(report, "TOKEN_BYTES", (tmp_path / "a/tokens.jsonl").stat().st_size // 2)
+    samples = [row for row in report.read_run(run, "a", 1)["samples"] if row["tokens"]]
+    assert [row["step"] for row in samples] == [step for step in (2, 4, 6) for _ in range(4)]
+    assert all(row["tokens"]["advantages"][0] == row["advantage"] for row in samples)
+    for name in ("samples.jsonl", "tokens.jsonl"):
+        rows = read_lines(tmp_path / "a" / name)[:4]
+        write_rows(tmp_path / "a" / name, [row for row in rows if row.pop("step")])
+    results = {"scores": {"avg@4": {"value": 0.5}}, "args": {"reward": ["http://a:b@c"]}}
+    (tmp_path / "a/results.json").write_text(json.dumps(results))
+    run = report.read_run(run, "a", 1)
+    assert run["metrics"] == {"eval/avg@4": [0.5]} and run["finished"]
+    assert run["args"] == {"reward": ["http://c"]}
+    assert [row["tokens"]["sample"] for row in run["samples"]] == [0, 1, 2, 3]
+
+
+def test_watch_writes_the_page_until_the_run_has_ended(tmp_path, monkeypatch):
+    run, page = make_group(tmp_path / "a", 1), tmp_path / "page.html"
+    reloads = lambda: 'http-equiv="refresh"' in page.read_text()
+
+    def go_on(_):
+        assert reloads() and data_of(page)["runs"][0]["steps"] == [1]
+        make_group(tmp_path / "a", 2)
+        (tmp_path / "a/final").mkdir()
+
+    monkeypatch.setattr(report.time, "sleep", go_on)
+    report.main((run,), str(page), watch=True)
+    assert data_of(page)["runs"][0]["steps"] == [1, 2] and not reloads()
+
+
 def test_runs_that_differ_by_their_seed_share_a_group(three):
     assert [run["group"] for run in data_of(three)["runs"]] == [0, 0, 1]
 
@@ -143,7 +199,7 @@ def test_clicks(chromium, three, width):
     """What a user does, on a wide and on a narrow screen: no error, nothing cut off at the side."""
     page = chromium.new_page(viewport={"width": width, "height": 900})
     errors = []
-    page.set_default_timeout(10_000)
+    page.set_default_timeout(60_000)
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.goto(f"file://{three}")
     inner = lambda selector: page.inner_text(selector)
@@ -151,7 +207,7 @@ def test_clicks(chromium, three, width):
     assert page.locator("#headline tbody tr").count() == 3
     # before it is scrolled
     assert page.locator("#charts .uplot").count() == page.locator("#charts .card").count() == 7
-    assert inner("#phases").count("3.3 s a step") == 3  # an evaluation of 1.2 s every four steps
+    assert inner("#time").count("3.3 s a step") == 3  # an evaluation of 1.2 s every four steps
     # Curves: a band for two seeds; smoothed, with logarithms, a run hidden, a metric found.
     card = '[data-metric="objective/scores"]'
     page.locator(f"{card} canvas").wait_for()
@@ -209,4 +265,65 @@ def test_clicks(chromium, three, width):
         "answer 8",
     ]
     assert page.evaluate("document.documentElement.scrollWidth") <= width and not errors
+    page.close()
+
+
+@pytest.mark.parametrize("width", [1300, 390])
+def test_tokens(chromium, tmp_path, width):
+    """Colours, a token's numbers by pointer and by keys, a group, another run; a reload keeps it."""
+    report.main(
+        tuple(make_group(tmp_path / name, steps) for name, steps in (("a", 2), ("b", 1))),
+        str(tmp_path / "page.html"),
+    )
+    page = chromium.new_page(viewport={"width": width, "height": 900})
+    errors = []
+    page.set_default_timeout(60_000)
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.goto(f"file://{tmp_path / 'page.html'}")
+    cards = page.locator("#sample .card")
+    classes = lambda card: [
+        cards.nth(card).locator(".block span").nth(i).get_attribute("class").split()
+        for i in range(4)
+    ]
+    # The group: the first one is pushed down, the second not at all, the last one has no push.
+    assert cards.count() == 4 and page.input_value("#colour") == "push"
+    assert classes(0) == [["down"], ["down", "clipped"], ["none"], ["down"]]
+    assert classes(1)[0] == ["up"] and classes(3) == [["none"]] * 4
+    assert page.inner_text("#highest") == "≥ 0.503"  # 1 - exp(-0.7)
+    assert [cards.nth(i).inner_text().count("advantage -1") for i in range(4)] == [1, 0, 0, 0]
+    cards.nth(2).locator("span.up").first.hover()
+    assert '1: "4"' in page.inner_text("#token") and "probability) 0.503" in page.inner_text(
+        "#token"
+    )
+    cards.nth(0).locator(".tokens").focus()
+    for _ in range(3):
+        page.keyboard.press("ArrowRight")
+    assert page.inner_text("#token").startswith('4: "=7"') and page.inner_text(".at") == "=7"
+    # A number of a fork, another order, the same prompt in another run, plain text.
+    page.select_option("#colour", "my_number")
+    page.select_option("#filter-order", "step 1")
+    assert "up" in classes(3)[0] and page.inner_text("#highest") == "≥ 0.2"
+    page.click("#same-prompt tr:has(td:text-is('b')) >> nth=1")
+    chosen = "[...document.querySelectorAll('#sample .card')].map(card => card.dataset.sample)"
+    assert page.evaluate(chosen) == ["a/false/2/0", "b/false/1/1"]
+    page.reload()
+    assert page.evaluate(chosen) == ["a/false/2/0", "b/false/1/1"]
+    assert page.input_value("#colour") == "my_number" and "up" in classes(1)[0]
+    page.select_option("#colour", "")
+    assert not page.locator(".tokens").count() and page.locator("#scale").is_hidden()
+    assert page.evaluate("document.documentElement.scrollWidth") <= width and not errors
+    page.close()
+
+
+def test_a_long_response_is_laid_out_where_it_is_seen(chromium, tmp_path):
+    """In blocks, which end at the ends of lines where there are some."""
+    texts = ["x", " y", ".\n"] * 5333 + ["z"] * 1500
+    report.main((make_group(tmp_path / "a", 1, texts),), str(tmp_path / "page.html"))
+    page = chromium.new_page(viewport={"width": 390, "height": 900})
+    page.set_default_timeout(60_000)
+    page.goto(f"file://{tmp_path / 'page.html'}")
+    blocks = "[...document.querySelectorAll('.card:first-child .block')]"
+    sizes = page.evaluate(f"{blocks}.map(block => block.children.length)")
+    assert sum(sizes) == len(texts) and sizes[:2] == [102, 102] and max(sizes) == 1000
+    assert page.evaluate(f"getComputedStyle({blocks}[9]).contentVisibility") == "auto"
     page.close()

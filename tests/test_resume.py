@@ -43,7 +43,8 @@ def folder(tmp_path) -> Path:
         (folder / "checkpoints" / f"step_{step}").mkdir(parents=True)
     (folder / "checkpoints" / "step_abc").mkdir()  # somebody else's
     (folder / "metrics.jsonl").write_text('{"step": 0}\n{"step": 2}\n{"step": 10}\n')
-    (folder / "samples.jsonl").write_text('{"step": 2}\n{"step": 11}\n{"ste')
+    for name in ("samples.jsonl", "tokens.jsonl"):
+        (folder / name).write_text('{"step": 2}\n{"step": 11}\n{"ste')
     facts = {
         "args": run_folder.as_json(args_of(folder, resume=False)),
         "script": "grpo.py",
@@ -74,7 +75,8 @@ def test_the_newest_checkpoint_and_what_has_changed(folder, capsys):
     run_folder.open_folder(origin, args_of(folder, seed=2), "grpo.py", 1, 10)
     # that of step 10 is in it
     assert [row["step"] for row in read_lines(folder / "metrics.jsonl")] == [0, 2]
-    assert [row["step"] for row in read_lines(folder / "samples.jsonl")] == [2]
+    for name in ("samples.jsonl", "tokens.jsonl"):
+        assert [row["step"] for row in read_lines(folder / name)] == [2]
     assert (
         log.read_args(str(folder))["args"]["seed"] == 2
         and log.read_args(str(folder))["run_id"] == "abc"

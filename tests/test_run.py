@@ -119,8 +119,9 @@ def test_what_a_run_leaves(base, tmp_path):
     assert done.returncode == 0, done.stderr
     assert not re.search(r"\b(nan|inf)\b", done.stdout + done.stderr, re.IGNORECASE)
     folder = tmp_path / "here" / "run"
-    files = ".lock args.json checkpoints curves.png final git.diff grpo.py held_out.jsonl metrics.jsonl samples.jsonl"
-    assert sorted(path.name for path in folder.iterdir()) == files.split()
+    files = ".lock args.json checkpoints curves.png final git.diff grpo.py"
+    logs = "held_out.jsonl metrics.jsonl samples.jsonl tokens.jsonl"
+    assert sorted(path.name for path in folder.iterdir()) == [*files.split(), *logs.split()]
     assert (folder / "grpo.py").read_text() == (helpers.ROOT / "grpo.py").read_text()
 
     assert done.stdout.startswith(f"Loopwise {utils.VERSION}: loading {values['model']}\n")
@@ -170,6 +171,20 @@ def test_what_a_run_leaves(base, tmp_path):
     assert rows[2]["objective/scores"] == pytest.approx(
         sum(row["reward.py:score"] for row in samples[8:]) / 8
     )
+    tokens = read_lines(folder / "tokens.jsonl")
+    assert [(row["step"], row["sample"]) for row in tokens] == [
+        (i // 8 + 1, i % 8) for i in range(16)
+    ]
+    for row, sample in zip(tokens, samples):
+        # Bytes that are no character have no text at the end of a response.
+        texts = re.sub("<(eos|unk|pad)>|\ufffd", "", "".join(row["texts"]))
+        assert texts == sample["response"].replace("\ufffd", "")
+        assert row["advantages"] == pytest.approx(
+            [sample["advantage"]] * sample["length"], rel=1e-3
+        )
+        assert row["trains"] == [1] * sample["length"] and row["weights"] == row["trains"]
+        assert row["start_logprobs"] == pytest.approx(row["rollout_logprobs"], rel=1e-2, abs=1e-3)
+        assert None not in row["ref_logprobs"] + row["entropies"] and set(row["clipped"]) <= {0, 1}
 
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [
         "best",

@@ -196,6 +196,25 @@ def test_the_end_names_what_is_there(tmp_path, monkeypatch, capsys):
     ]
 
 
+def test_the_end_names_what_is_out_of_its_usual_range(tmp_path, monkeypatch, capsys):
+    """By the mean of the last steps; docs/metrics.md has the same ranges."""
+    monkeypatch.setattr(log.RunLog, "draw", lambda self: None)
+    run = log_of(tmp_path, step=0)
+    for step, stopped in ((1, 0), (2, 2)):
+        row = {"val/sampled_prompts": 1, "val/num_stop_token_ids": stopped, "time/step": 1.0}
+        run.log({"step": step, **row, "objective/scores": 1.0, "rollout/left_out": 0.7})
+    run.close("the end")
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "look at stopped 0.125 (usual: 0.5 to 1), rollout/left_out 0.7 (usual: 0 to 0.5): "
+        "docs/metrics.md#usual-ranges says what it may mean"
+    )
+    assert "stopped" not in read_lines(tmp_path / "metrics.jsonl")[0]
+    page = (ROOT / "docs/metrics.md").read_text()
+    listed = re.findall(r"^\| `(\S+)` \| (\S+) to (\S+) \|", page, re.MULTILINE)
+    ranges = {name: (float(low), float(high)) for name, low, high in listed}
+    assert ranges == log.USUAL and "## Usual ranges" in page
+
+
 def test_no_control_code_reaches_the_terminal(tmp_path, capsys):
     """Neither of a sample nor of what a file or a server says."""
     text = "\x1b]52;c;cm0=\x07\x9b2J"

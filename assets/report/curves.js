@@ -1,10 +1,7 @@
 // Curves: a card for each metric, a line for each run, or the mean of runs that differ by their seed alone in a band.
-"use strict";
-
 const METRICS = [...new Set(RUNS.flatMap((run) => Object.keys(run.metrics)))];
 const GROUPS = [...new Set(RUNS.map((run) => run.group))].map((number) => RUNS.filter((run) => run.group === number));
-const HIDDEN = new Set(); // numbers of groups
-const cards = []; // {key, place, readout, plot}
+let cards = []; // {key, place, readout, plot}
 
 /** Return the points of a run's metric as a map, smoothed by an exponential moving average without bias. */
 function points(run, key, weight, log) {
@@ -21,8 +18,7 @@ function points(run, key, weight, log) {
 
 /** Return the lines of a card: {number, seeds, values: Map of step to [mean, lowest, highest, text] over the seeds}. */
 function lines(key) {
-  const shown = GROUPS.filter(([run]) => !HIDDEN.has(run.group));
-  return shown.map((runs) => {
+  return GROUPS.filter(([run]) => $(`show-${run.group}`)?.checked ?? true).map((runs) => {
     const curves = runs.map((run) => points(run, key, Number($("smooth").value), $("log").checked));
     const values = new Map();
     for (const step of [...new Set(curves.flatMap((curve) => [...curve.keys()]))].sort((a, b) => a - b)) {
@@ -42,8 +38,7 @@ function draw(card) {
   if (card.place.closest("details:not([open])")) return;
   const all = lines(card.key);
   const steps = [...new Set(all.flatMap((line) => [...line.values.keys()]))].sort((a, b) => a - b);
-  const style = getComputedStyle(document.documentElement);
-  const color = (name) => style.getPropertyValue(name).trim();
+  const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const [series, data, bands] = [[{}], [steps], []];
   for (const { number, seeds, values } of all) {
     const ink = color(`--c${number % 8}`);
@@ -91,31 +86,9 @@ function showCards() {
   const matches = METRICS.filter((key) => `${key} ${DATA.titles[key] || ""}`.toLowerCase().includes(query));
   const main = query ? matches : Object.keys(DATA.titles).filter((key) => METRICS.includes(key));
   const more = matches.filter((key) => !main.includes(key)).sort();
-  cards.length = 0;
+  cards = [];
   $("charts").replaceChildren(...main.map(makeCard));
-  $("more").hidden = !more.length;
   $("more").firstElementChild.textContent = `${more.length} more metrics`;
   $("more").lastElementChild.replaceChildren(...more.map(makeCard));
   redraw();
-}
-
-function showCurves() {
-  $("smooth").addEventListener("input", redraw);
-  $("log").addEventListener("input", redraw);
-  $("metric-search").addEventListener("input", showCards);
-  $("more").addEventListener("toggle", redraw);
-  window.addEventListener("resize", redraw);
-  matchMedia("print").addEventListener("change", redraw);
-  const items = GROUPS.map(([run, ...others]) => {
-    const text = others.length ? `${run.name} (${others.length + 1} seeds)` : run.name;
-    const toggle = (event) => {
-      if (event.target.checked) HIDDEN.delete(run.group);
-      else HIDDEN.add(run.group);
-      redraw();
-    };
-    const box = element("input", { type: "checkbox", checked: "", onchange: toggle });
-    return element("li", {}, element("label", {}, box, " ", dot(run.group), text));
-  });
-  if (RUNS.length > 1) $("legend").append(...items);
-  showCards();
 }

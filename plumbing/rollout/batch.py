@@ -300,6 +300,9 @@ class Batch:
     tokens: dict[str, Tensor]
     scores: Tensor  # (N,), what a response is trained with; NaN for one that is left out
     trained_tokens: int = 0  # of the updates, prompts included, over all ranks
+    # Of the responses whose latest update ran on this rank: {response: (its place in a
+    # micro-batch, what the loop added to the slices of it)}.
+    updated: dict[int, tuple[int, dict[str, Tensor]]] = field(default_factory=dict)
 
     @staticmethod
     def from_samples(samples: list[Sample], device: torch.device) -> "Batch":
@@ -370,7 +373,10 @@ class Batch:
         Yields:
             the inputs of a model (input_ids, response_mask: (n, L)), the slices (n, T) of `tokens`,
             where T is the longest response of the micro-batch, and whether it is the last one.
+            What the loop adds to the slices, (n, T) by name, goes to `updated`.
         """
+        for i in chosen:  # another rank may have the latest update of a response this time
+            self.updated.pop(i, None)
         own = self.lengths
         self.trained_tokens += sum(own[i] for i in chosen)
         lengths = self.padded_lengths
@@ -380,6 +386,19 @@ class Batch:
             longest = max([len(self.samples[i].response) for i in rows], default=0)
             tokens = {name: x[rows, :longest] for name, x in self.tokens.items()}
             yield self.collate(rows), tokens, number == len(cuts)
+            added = {name: x.detach() for name, x in tokens.items() if name not in self.tokens}
+            self.updated |= {i: (place, added) for place, i in enumerate(rows)}
+
+    def gather_updated(self, count: int, world: utils.World) -> dict[int, dict[str, Tensor]]:
+        """Return what the loop added for the first `count` responses, of all ranks: {response:
+        {name: (T,)}}.
+        """
+        mine = [
+            (i, {name: x[place].cpu() for name, x in added.items()})
+            for i, (place, added) in self.updated.items()
+            if i < count
+        ]
+        return dict(world.all_gather(mine))
 
 
 @dataclass

@@ -123,10 +123,8 @@ def open_folder(origin: Origin, args: OutputArgs, script: str, ranks: int, step:
         shutil.rmtree(unfinished)
     # Later steps are run again. The row of the checkpoint's step, and the samples of its evaluation,
     # are in the checkpoint and are logged again: see plumbing.run.run.Run.
-    last_steps = {"metrics.jsonl": step - 1, "held_out.jsonl": step - 1, "samples.jsonl": step}
-    for name, last in last_steps.items():
-        kept = [json.dumps(row) + "\n" for row in read_log(folder, name) if row["step"] <= last]
-        replace_file(f"{folder}/{name}", "".join(kept))
+    for path in Path(folder).glob("*.jsonl"):
+        cut_log(path, step - (path.name in ("metrics.jsonl", "held_out.jsonl")))
     facts = {
         "version": VERSION,
         "script": os.path.relpath(script, ROOT),
@@ -144,6 +142,17 @@ def open_folder(origin: Origin, args: OutputArgs, script: str, ranks: int, step:
     shutil.copy(script, folder)
     goes_on = f" (goes on after step {step})" if origin.checkpoint else ""
     print(f"run: {folder}{goes_on}", flush=True)
+
+
+def cut_log(path: Path, last: int) -> None:
+    """Cut a log, whose rows are in the order of their steps, behind the rows of step `last`."""
+    end = 0
+    with as_user_error(str(path)), open(path, "r+b") as file:
+        for line in file:
+            if not line.endswith(b"\n") or json.loads(line)["step"] > last:
+                break
+            end += len(line)
+        file.truncate(end)
 
 
 def machine() -> str:

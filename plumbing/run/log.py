@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from types import ModuleType
-from typing import Any, Callable, Iterator
+from typing import Any, Callable, Iterable, Iterator
 
 import numpy as np
 from tqdm import tqdm
@@ -48,6 +48,19 @@ CURVES = {
     "val/explained_variance": "explained variance of the values",
     "val/sequence_lengths": "response length (tokens)",
     "loss/grad_norm": "gradient norm",
+}
+# Lowest and highest usual mean of a metric over the last ten steps; docs/metrics.md says what else
+# it means. "stopped": share of the sampled responses, as in the line of a step.
+USUAL = {
+    "stopped": (0.5, 1.0),
+    "val/zero_std_fraction": (0.0, 0.8),
+    "val/missing_scores": (0.0, 0.0),
+    "val/skipped_updates": (0.0, 0.0),
+    "val/explained_variance": (0.0, 1.0),
+    "policy/clipfrac_avg": (0.0, 0.3),
+    "rollout/prob_diff_mean": (0.0, 0.02),
+    "rollout/left_out": (0.0, 0.5),
+    "stop_reason/error": (0.0, 0.05),
 }
 PATIENCE = 30  # minutes: if a run on a CPU takes longer, a line says how to make it as short
 # The name of a metric or score whose source is a file's function or a server. Its groups are the
@@ -163,6 +176,7 @@ class RunLog:
         if "val/sampled_prompts" in row:
             responses = row["val/sampled_prompts"] * self.args.group_size
             values["stopped"] = f"{row['val/num_stop_token_ids']}/{responses}"
+            row["stopped"] = row["val/num_stop_token_ids"] / responses  # not in metrics.jsonl
         for key, name in PROGRESS.items():
             if row.get(key) is not None:
                 values[name] = f"{row[key]:.3g}"
@@ -220,10 +234,12 @@ class RunLog:
                 self.warned.add(trouble)
                 warn(f"steps {self.latest[0]['step']} to {self.latest[-1]['step']}: {trouble}")
 
-    def samples(self, step: int, rows: list[dict], name: str = "samples.jsonl") -> None:
-        """Append rows to samples.jsonl, or to held_out.jsonl for samples of an evaluation."""
+    def samples(self, step: int, rows: Iterable[dict], name: str = "samples.jsonl") -> None:
+        """Append rows to samples.jsonl, to held_out.jsonl for samples of an evaluation, or to
+        tokens.jsonl.
+        """
         if self.world.main:
-            append(f"{self.folder}/{name}", [{"step": step, **as_logged(row)} for row in rows])
+            append(f"{self.folder}/{name}", ({"step": step, **as_logged(row)} for row in rows))
 
     def table(self, step: int, rows: list[dict]) -> None:
         """Print the first samples of an evaluation; track all of them as a table. They have the same
@@ -276,6 +292,10 @@ class RunLog:
                 first_and_last = dict.fromkeys((values[0], values[-1]))  # one if they are the same
                 print(f"{title}: {', '.join(first_and_last)}")
         self._print_answers()
+        if remarks := unusual(self.latest):
+            print(
+                f"look at {', '.join(remarks)}: docs/metrics.md#usual-ranges says what it may mean"
+            )
         if os.path.exists(path := f"{self.folder}/curves.png"):
             print(f"curves: {path}", flush=True)
         self.track(lambda library: library.finish())
@@ -294,6 +314,16 @@ class RunLog:
             print(f"prompt: {shortened(one_line(prompt))}")
             for name, responses in (("before", first), ("after", last)):
                 print(f"    {name}: {shortened(one_line(responses[prompt]))}")
+
+
+def unusual(rows: Iterable[dict]) -> list[str]:
+    """Return the metrics whose mean over some steps is not in its range of USUAL, each as text."""
+    remarks = []
+    for name, (low, high) in USUAL.items():
+        values = [row[name] for row in rows if row.get(name) is not None]
+        if values and not low <= fmean(values) <= high:
+            remarks.append(f"{name} {fmean(values):.3g} (usual: {low:g} to {high:g})")
+    return remarks
 
 
 def shortened(x: Any) -> str:
@@ -334,7 +364,7 @@ def replace_file(path: str, text: str) -> None:
     os.replace(f"{path}.tmp", path)
 
 
-def append(path: str, rows: list[dict]) -> None:
+def append(path: str | Path, rows: Iterable[dict]) -> None:
     """Append rows to a .jsonl file."""
     with open(path, "a", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
@@ -352,11 +382,11 @@ def read_log(folder: str, name: str = "metrics.jsonl") -> Iterator[dict]:
                     yield json.loads(line)
 
 
-def read_args(folder: str) -> dict:
-    """Return a run's args.json, {"args": {flag: value}, "defaults": ..., "script": ..., ...}; {} if
-    there is none.
+def read_args(folder: str, name: str = "args.json") -> dict:
+    """Return a run's args.json, {"args": {flag: value}, "defaults": ..., "script": ..., ...}, or
+    another file of that kind; {} if there is none.
     """
-    path = Path(folder, "args.json")
+    path = Path(folder, name)
     return json.loads(path.read_text("utf-8")) if path.exists() else {}
 
 

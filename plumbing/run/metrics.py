@@ -1,19 +1,22 @@
-"""What is logged of a batch of responses: its metrics, and samples of it."""
+"""What is logged of a batch of responses: its metrics, and samples of it with their tokens."""
 
 import math
 from statistics import fmean
-from typing import Any, Callable
+from typing import Any, Callable, Iterator
 
 import torch
+from tokenizers.decoders import DecodeStream
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from plumbing.rewards.sources import RewardSources, is_scored_by
 from plumbing.rollout.batch import Batch
+from plumbing.run.log import USUAL
 from utils import Sums, warn
 
 # Mean difference of probabilities above which the engine does not sample from the trained policy.
 # bfloat16 alone was seen to give 0.011.
-MOST_MISMATCH = 0.02
+MOST_MISMATCH = USUAL["rollout/prob_diff_mean"][1]
 
 
 def nanmean(values: Tensor) -> float:
@@ -174,3 +177,40 @@ def sample_rows(batch: Batch, count: int, every: int = 1) -> list[dict]:
         row["length"] = len(sample.response)
         rows.append(row)
     return rows
+
+
+def token_rows(
+    batch: Batch, count: int, tokenizer: PreTrainedTokenizerBase, updated: dict[int, dict]
+) -> Iterator[dict]:
+    """Yield the tokens of the first `count` responses as rows of tokens.jsonl: "texts", "trains"
+    (whether the step has updated weights by a token), and each of `Batch.tokens` and of `updated`
+    by its name with four digits, None for an observation and for what is not finite.
+
+    Args:
+        updated: as `Batch.gather_updated` returns it.
+    """
+    tokens = {name: x[:count].cpu() for name, x in batch.tokens.items()}
+    sampled = tokens.pop("response_mask")
+    for i, sample in enumerate(batch.samples[:count]):
+        length = len(sample.response)
+        known = sampled[i, :length]
+        row: dict[str, Any] = {
+            "sample": i,
+            "texts": token_texts(tokenizer, sample.response.tolist()),
+            "trains": (known & (i in updated)).int().tolist(),
+        }
+        of_sample = {name: x[i] for name, x in tokens.items()} | updated.get(i, {})
+        for name, of_token in of_sample.items():
+            values = of_token[:length].double().masked_fill(~known, math.nan).tolist()
+            row[name] = [float(f"{x:.4g}") if math.isfinite(x) else None for x in values]
+        yield row
+
+
+def token_texts(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:
+    """Return the text of each token. Of a character that consists of several tokens the last one
+    has the text, the others "".
+    """
+    if not tokenizer.is_fast:
+        return [tokenizer.decode([token]) for token in ids]
+    stream = DecodeStream(skip_special_tokens=False)
+    return [stream.step(tokenizer.backend_tokenizer, token) or "" for token in ids]

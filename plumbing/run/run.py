@@ -11,8 +11,10 @@ from transformers import PreTrainedTokenizerBase
 import utils
 from plumbing.data.cache import LISTS, column
 from plumbing.models import loading, speed
+from plumbing.rollout.batch import Batch
 from plumbing.run import checkpoints, folder, ranks
 from plumbing.run.log import RunLog, as_logged, check_track
+from plumbing.run.metrics import sample_rows, token_rows
 
 if TYPE_CHECKING:  # imported where a flag or a function asks for it
     from datasets import Dataset
@@ -237,14 +239,21 @@ class Run:
         if steps.get(self.clock.phase) == key[2:3]:
             self.log.show(ended, total)
 
-    def finish_step(
-        self, metrics: dict, samples: list[dict], tokens: int, trained_tokens: int, **state: Any
-    ) -> None:
+    def log_samples(self, batch: Batch) -> None:
+        """Log the first --log_samples responses of a step, which has not ended, and their tokens."""
+        step = self.state["step"] + 1
+        count = self.args.log_samples
+        self.log.samples(step, sample_rows(batch, count))
+        if self.args.log_tokens:
+            updated = batch.gather_updated(count, self.world)
+            rows = token_rows(batch, count, self.tokenizer, updated)
+            self.log.samples(step, rows, "tokens.jsonl")
+
+    def finish_step(self, metrics: dict, tokens: int, trained_tokens: int, **state: Any) -> None:
         """End a step.
 
         Args:
             metrics: of the step; the clock's and an evaluation's are logged with them.
-            samples: rows for samples.jsonl.
             tokens: number of tokens of the step's sequences, over all ranks.
             trained_tokens: the same, of a sequence once for each update that reads it.
             state: entries of `self.state` for the next step.
@@ -255,7 +264,6 @@ class Run:
         self.state.update(
             step=self.state["step"] + 1, metrics=metrics, results={}, evaluated=False, **state
         )
-        self.log.samples(self.state["step"], samples)
 
     def save(self, best: bool = False) -> None:
         """Save a checkpoint of `state["step"]`, or only the model, in checkpoints/best/."""
