@@ -1,17 +1,21 @@
-"""Errors, long waits and signals of a rank: what a failure prints and its exit code, tracebacks of a
-phase that takes too long, and the interruption of a run.
+"""Errors, long waits and signals of a rank: what a failure prints and its exit code, which ranks the
+others wait for, tracebacks of a phase that takes too long, and the interruption of a run.
 """
 
+import atexit
 import contextlib
 import faulthandler
+import json
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
+from collections import Counter, deque
 from dataclasses import dataclass
 from types import FrameType
-from typing import Callable, Iterator
+from typing import Any, Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -35,6 +39,7 @@ class Status:
     phase: str = "start"
     # Called after an exception: saves what it can, and returns what to say about it.
     rescue: Callable[[], str] = str
+    late: str = ""  # which ranks the others wait for
 
 
 status = Status()
@@ -46,6 +51,79 @@ def begin_phase(name: str, world: World) -> None:
     if world.size > 1:
         # Each rank waits a second more, so that tracebacks do not mix on the terminal.
         faulthandler.dump_traceback_later(STUCK_AFTER + world.rank, repeat=True, file=2)
+
+
+def watch(world: World) -> None:
+    """Warn of ranks that others wait for, in a thread of each rank; all ranks call this.
+
+    Each rank writes its phase, and how many collectives it has begun in each group, to the store of
+    torch.distributed, and reads what the others have written.
+    """
+    store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+    keys = [f"watch {rank}" for rank in range(world.size)]
+    tenth = world.timeout.total_seconds() / 10
+    ended = threading.Event()
+    atexit.register(ended.set)
+
+    def write() -> None:
+        begun = {}
+        for group in list(dist.distributed_c10d._world.pg_map):
+            backends: list[Any] = [group._get_backend(device) for device in group._device_types]
+            begun[group.group_name] = sum(x._get_sequence_number_for_group() for x in backends)
+        state = {"at": time.monotonic(), "phase": status.phase, "begun": begun}
+        store.set(keys[world.rank], json.dumps(state))
+
+    def warn_of(late: str) -> None:
+        status.late = late
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            limit = f"--collective_timeout {tenth / 6:g} (minutes)"
+            tqdm.write(f"warning: {place()}: {late}; the run ends after {limit}", sys.stderr)
+
+    def look() -> None:
+        looks: deque[list[dict]] = deque(maxlen=5)  # of a tenth of the time
+        while not ended.wait(tenth / 4):
+            # Where its machine cannot be reached, the store lets this thread wait.
+            silence = threading.Timer(tenth, warn_of, ["rank 0's machine does not answer"])
+            silence.daemon = True
+            silence.start()
+            try:
+                write()
+                looks.append(list(map(json.loads, store.multi_get(keys))))
+            except RuntimeError:  # rank 0 has ended
+                break
+            finally:
+                silence.cancel()
+            status.late = ""
+            if len(looks) == looks.maxlen and (late := late_ranks(looks[0], looks[-1])):
+                phases = " or ".join({looks[-1][rank]["phase"]: None for rank in late})
+                warn_of(f"ranks {late} have not come, since the phase {phases!r}")
+
+    write()
+    world.barrier()
+    threading.Thread(target=look, daemon=True).start()
+
+
+def late_ranks(before: list[dict], now: list[dict]) -> list[int]:
+    """Return which ranks have written nothing since `before`, or have begun no collective since then
+    although another rank has begun more.
+
+    Args:
+        before, now: what `watch` reads, by rank.
+    """
+    most: Counter[str] = Counter()
+    for state in now:
+        most |= Counter(state["begun"])  # the larger number of each group
+    return [
+        rank
+        for rank, (old, new) in enumerate(zip(before, now))
+        if old["at"] == new["at"] or (old["begun"] == new["begun"] and Counter(new["begun"]) < most)
+    ]
+
+
+def place() -> str:
+    """Return where this process is, for messages."""
+    rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    return f"rank {rank} of {size}, in the phase {status.phase!r}"
 
 
 @contextlib.contextmanager
@@ -64,11 +142,10 @@ def report_errors() -> Iterator[None]:
         sys.exit(EXIT_INTERRUPTED)
     except Exception as error:
         if not isinstance(error, UserError):
-            place = f"rank {os.environ.get('RANK', '0')} of {os.environ.get('WORLD_SIZE', '1')}, "
-            place += f"in the phase {status.phase!r}{status.rescue()}"
-            known = as_known(error, place)
+            where = place() + status.rescue()
+            known = as_known(error, where)
             if known is None:
-                error.add_note(f"({place})")
+                error.add_note(f"({where})")
                 handler.record_exception(error)
                 raise
             error = known
@@ -82,26 +159,28 @@ def report_errors() -> Iterator[None]:
         faulthandler.cancel_dump_traceback_later()
 
 
-def as_known(error: Exception, place: str) -> UserError | None:
+def as_known(error: Exception, where: str) -> UserError | None:
     """Return what a user can do about an error of a library, or None for an unknown one.
 
     Known are: too little memory, a lost connection to another rank (whose message has the cause),
     and what could not be loaded.
 
     Args:
-        place: the rank and the phase.
+        where: the rank and the phase.
     """
     if isinstance(error, torch.OutOfMemoryError):
-        return UserError(f"{place}: {OUT_OF_MEMORY} ({first_line(error)})", local=True)
+        return UserError(f"{where}: {OUT_OF_MEMORY} ({first_line(error)})", local=True)
     if isinstance(error, dist.DistError) or "gloo/transport" in str(error):
         # torchrun takes the rank that ended first for the root cause, and counts whole seconds.
         time.sleep(2)
         reason = "another rank has ended; its message has the reason"
-        return UserError(f"{place}: {reason}", local=True)
+        if "timed out" in str(error).lower():
+            reason = f"--collective_timeout: {status.late or first_line(error)}"
+        return UserError(f"{where}: {reason}", local=True)
     if status.phase == "load" and isinstance(error, (OSError, ValueError, ImportError)):
         raised = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{os.path.basename(raised.filename)} line {raised.lineno}"
-        return UserError(f"{first_line(error)} ({where})", local=True)
+        line = f"{os.path.basename(raised.filename)} line {raised.lineno}"
+        return UserError(f"{first_line(error)} ({line})", local=True)
     return None
 
 
