@@ -234,8 +234,11 @@ class Servers(VllmSampling):
         choice = request.result()["choices"][0]
         if choice["finish_reason"] == "abort":
             raise RuntimeError(f"{url}: another client aborts this run's requests")
+        versions = choice["weight_versions"]
+        if any(span["version"] == "default" for span in versions):  # vLLM's name before a sync
+            raise RuntimeError(f"{url}: this server has started anew, without the run's weights")
         tokens = choice["logprobs"]["content"]
         return [token["token_id"] for token in tokens], {
             "rollout_logprobs": [token["logprob"] for token in tokens],
-            "policy_steps": policy_steps(choice["weight_versions"]),
+            "policy_steps": policy_steps(versions),
         }

@@ -2,7 +2,6 @@
 others wait for, tracebacks of a phase that takes too long, and the interruption of a run.
 """
 
-import atexit
 import contextlib
 import faulthandler
 import json
@@ -12,10 +11,10 @@ import sys
 import threading
 import time
 import traceback
-from collections import Counter, deque
+from collections import deque
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Callable, Iterator
+from typing import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -56,74 +55,59 @@ def begin_phase(name: str, world: World) -> None:
 def watch(world: World) -> None:
     """Warn of ranks that others wait for, in a thread of each rank; all ranks call this.
 
-    Each rank writes its phase, and how many collectives it has begun in each group, to the store of
-    torch.distributed, and reads what the others have written.
+    Each rank writes the time, its phase, and how many collectives it has begun in each group, to the
+    store of torch.distributed, and reads what all have written. A rank is late if it has written
+    nothing for a tenth of --collective_timeout, or begun nothing though another rank has.
     """
     store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
     keys = [f"watch {rank}" for rank in range(world.size)]
     tenth = world.timeout.total_seconds() / 10
-    ended = threading.Event()
-    atexit.register(ended.set)
 
     def write() -> None:
-        begun = {}
-        for group in list(dist.distributed_c10d._world.pg_map):
-            backends: list[Any] = [group._get_backend(device) for device in group._device_types]
-            begun[group.group_name] = sum(x._get_sequence_number_for_group() for x in backends)
-        state = {"at": time.monotonic(), "phase": status.phase, "begun": begun}
-        store.set(keys[world.rank], json.dumps(state))
+        begun = [
+            sum(group._get_backend(x)._get_sequence_number_for_group() for x in group._device_types)  # type: ignore[attr-defined]
+            for group in list(dist.distributed_c10d._world.pg_map)
+        ]
+        store.set(keys[world.rank], json.dumps([time.monotonic(), status.phase, begun]))
 
     def warn_of(late: str) -> None:
         status.late = late
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            limit = f"--collective_timeout {tenth / 6:g} (minutes)"
-            tqdm.write(f"warning: {place()}: {late}; the run ends after {limit}", sys.stderr)
+            line = f"warning: rank {world.rank} of {world.size}, in the phase {status.phase!r}: "
+            line += f"{late}; the run ends after --collective_timeout {tenth / 6:g} minutes"
+            tqdm.write(line, sys.stderr)
 
     def look() -> None:
-        looks: deque[list[dict]] = deque(maxlen=5)  # of a tenth of the time
-        while not ended.wait(tenth / 4):
+        looks: deque[list] = deque(maxlen=5)  # of a tenth of the time
+        while True:
+            time.sleep(tenth / 4)
             # Where its machine cannot be reached, the store lets this thread wait.
             silence = threading.Timer(tenth, warn_of, ["rank 0's machine does not answer"])
             silence.daemon = True
             silence.start()
             try:
                 write()
-                looks.append(list(map(json.loads, store.multi_get(keys))))
+                looks.append([json.loads(text) for text in store.multi_get(keys)])
             except RuntimeError:  # rank 0 has ended
-                break
+                return
             finally:
                 silence.cancel()
-            status.late = ""
-            if len(looks) == looks.maxlen and (late := late_ranks(looks[0], looks[-1])):
-                phases = " or ".join({looks[-1][rank]["phase"]: None for rank in late})
-                warn_of(f"ranks {late} have not come, since the phase {phases!r}")
+            if len(looks) == looks.maxlen:
+                most = max(begun for _, _, begun in looks[-1])
+                late = {
+                    rank: now[1]
+                    for rank, (before, now) in enumerate(zip(looks[0], looks[-1]))
+                    if now[0] == before[0] or now[2] == before[2] != most
+                }
+                status.late = ""
+                if late:
+                    phases = " or ".join(sorted({*late.values()}))
+                    warn_of(f"ranks {[*late]} have not come, since the phase {phases!r}")
+                    looks.clear()  # the next line comes after another tenth
 
     write()
     world.barrier()
     threading.Thread(target=look, daemon=True).start()
-
-
-def late_ranks(before: list[dict], now: list[dict]) -> list[int]:
-    """Return which ranks have written nothing since `before`, or have begun no collective since then
-    although another rank has begun more.
-
-    Args:
-        before, now: what `watch` reads, by rank.
-    """
-    most: Counter[str] = Counter()
-    for state in now:
-        most |= Counter(state["begun"])  # the larger number of each group
-    return [
-        rank
-        for rank, (old, new) in enumerate(zip(before, now))
-        if old["at"] == new["at"] or (old["begun"] == new["begun"] and Counter(new["begun"]) < most)
-    ]
-
-
-def place() -> str:
-    """Return where this process is, for messages."""
-    rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
-    return f"rank {rank} of {size}, in the phase {status.phase!r}"
 
 
 @contextlib.contextmanager
@@ -142,10 +126,11 @@ def report_errors() -> Iterator[None]:
         sys.exit(EXIT_INTERRUPTED)
     except Exception as error:
         if not isinstance(error, UserError):
-            where = place() + status.rescue()
-            known = as_known(error, where)
+            place = f"rank {os.environ.get('RANK', '0')} of {os.environ.get('WORLD_SIZE', '1')}, "
+            place += f"in the phase {status.phase!r}{status.rescue()}"
+            known = as_known(error, place)
             if known is None:
-                error.add_note(f"({where})")
+                error.add_note(f"({place})")
                 handler.record_exception(error)
                 raise
             error = known
@@ -159,28 +144,28 @@ def report_errors() -> Iterator[None]:
         faulthandler.cancel_dump_traceback_later()
 
 
-def as_known(error: Exception, where: str) -> UserError | None:
+def as_known(error: Exception, place: str) -> UserError | None:
     """Return what a user can do about an error of a library, or None for an unknown one.
 
     Known are: too little memory, a lost connection to another rank (whose message has the cause),
     and what could not be loaded.
 
     Args:
-        where: the rank and the phase.
+        place: the rank and the phase.
     """
     if isinstance(error, torch.OutOfMemoryError):
-        return UserError(f"{where}: {OUT_OF_MEMORY} ({first_line(error)})", local=True)
+        return UserError(f"{place}: {OUT_OF_MEMORY} ({first_line(error)})", local=True)
     if isinstance(error, dist.DistError) or "gloo/transport" in str(error):
         # torchrun takes the rank that ended first for the root cause, and counts whole seconds.
         time.sleep(2)
         reason = "another rank has ended; its message has the reason"
         if "timed out" in str(error).lower():
             reason = f"--collective_timeout: {status.late or first_line(error)}"
-        return UserError(f"{where}: {reason}", local=True)
+        return UserError(f"{place}: {reason}", local=True)
     if status.phase == "load" and isinstance(error, (OSError, ValueError, ImportError)):
         raised = traceback.extract_tb(error.__traceback__)[-1]
-        line = f"{os.path.basename(raised.filename)} line {raised.lineno}"
-        return UserError(f"{first_line(error)} ({line})", local=True)
+        where = f"{os.path.basename(raised.filename)} line {raised.lineno}"
+        return UserError(f"{first_line(error)} ({where})", local=True)
     return None
 
 

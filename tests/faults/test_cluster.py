@@ -3,21 +3,37 @@
 What each fault gives is the table of docs/evidence.md#a-cluster-with-faults.
 """
 
+import asyncio
+import contextlib
+import math
 import os
 import re
+import socket
+import socketserver
 import subprocess
+import threading
+import time
+import types
 from functools import partial
+from urllib.parse import urlsplit
 
 import forked_python
 import helpers
 import pytest
+import test_reward_client
 from cluster import Cluster, enter
 from helpers import ROOT
+from test_reward_client import Server
+
+from extras import reward_servers
+from extras.vllm import servers as vllm_servers
+
+ROW = {"prompt": "p", "answer": "2", "columns": {}}
 
 
 @pytest.fixture(scope="module")
-def nodes(long):
-    cluster = Cluster(5)
+def nodes():
+    cluster = Cluster(2)
     yield cluster
     cluster.end()
 
@@ -27,7 +43,7 @@ def base(tmp_path_factory) -> dict:
     values = helpers.workspace(tmp_path_factory.mktemp("cluster"))
     # 9 s: far longer than a rank of these runs waits for another one
     values |= {"shard": "fsdp", "precision": "float64", "collective_timeout": 0.15}
-    return {**values, "num_epochs": 1, "save_every": 1}
+    return {**values, "num_epochs": 1, "save_every": 1, "total_episodes": 16, "eval_every": 0}
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +55,7 @@ def whole(base, tmp_path_factory) -> dict:
 
 
 def difference(values: dict, whole: dict) -> float:
-    return helpers.largest_difference(values, whole, ("checkpoints/step_4", "final"))[0]
+    return helpers.largest_difference(values, whole, ("checkpoints/step_2", "final"))[0]
 
 
 def test_torchrun_on_two_nodes_trains_as_one_process_does(nodes, base, whole, tmp_path):
@@ -68,27 +84,32 @@ def test_torchrun_on_two_nodes_trains_as_one_process_does(nodes, base, whole, tm
     assert difference(values, whole) < 1e-9
 
 
-def on_node(holder: int, place: str, command: str) -> None:
+def on_node(holder: int, place: str = "", command: str = "") -> None:
     """Let this process run on a node, and there a shell command at the n-th call of a function."""
     enter(holder)
-    function, number = place.split(":")
-    act = lambda calls: calls == int(number) and subprocess.run(command, shell=True, check=True)
-    helpers._before(function, act)
+    if command == "clock":
+        now = time.time
+        time.time = lambda: now() + 3600
+    elif place:
+        function, number = place.split(":")
+        act = lambda calls: calls == int(number) and subprocess.run(command, shell=True)
+        helpers._before(function, act)
 
 
+STEP = "utils.Optimizer.step:3"  # in step 2
+SAVE = "checkpoints.save_model:2"  # of step 2
 DOWN = "ip link set eth0 down"
-UP = "ip link set eth0 up"
-LATE = "ranks [1] have not come, since the phase 'training'"
+BACK = f"{DOWN}; (sleep 5; ip link set eth0 up) >/dev/null 2>&1 &"
+LATE = "ranks [1] have not come, since the phase '(training|save)'"
 SILENT = "rank 0's machine does not answer"
-# Where the fault is and what it does, on node 1; what each node's exit code is, and what it says.
+# Rank and place of a fault, and what it does there; each rank's exit code.
 FAULTS = {
-    "link down": ("utils.Optimizer.step:5", DOWN, (2, 2), (LATE, SILENT)),
-    "link down for 5 s": (
-        "utils.Optimizer.step:5",
-        f"{DOWN}; (sleep 5; {UP}) >/dev/null 2>&1 &",
-        (0, 0),
-        (LATE, SILENT),
-    ),
+    "link down": (1, STEP, DOWN, (2, 2)),
+    "link down for 5 s": (1, STEP, BACK, (0, 0)),
+    "machine 1 gone while the other saves": (1, SAVE, f"{DOWN}; kill -9 $PPID", (2, -9)),
+    "machine 0 gone while it saves": (0, SAVE, f"{DOWN}; kill -9 $PPID", (-9, 2)),
+    "rank 1 stands still": (1, STEP, "kill -STOP $PPID", (2, -9)),
+    "clock of node 1 an hour ahead": (1, STEP, "clock", (0, 0)),
 }
 
 
@@ -96,26 +117,149 @@ FAULTS = {
 def test_faults_of_a_node(nodes, base, whole, tmp_path, long, fault):
     if fault != "link down" and not long:
         pytest.skip("runs with --long")
-    place, command, codes, said = FAULTS[fault]
+    victim, place, command, codes = FAULTS[fault]
     values = helpers.variant(base, tmp_path)
-    nodes.ip(1, "link set eth0 up")
-    holders = [holder.pid for holder in nodes.holders[1:]]
+    holders = [holder.pid for holder in nodes.holders[1:3]]
+    for node in (0, 1):
+        nodes.ip(node, "link set eth0 up")
     environment = {"MASTER_ADDR": nodes.address(0), "GLOO_SOCKET_IFNAME": "eth0"}
     environment |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    places = {0: partial(enter, holders[0]), 1: partial(on_node, holders[1], place, command)}
+    places = {rank: partial(on_node, holder) for rank, holder in enumerate(holders)}
+    places[victim] = partial(on_node, holders[victim], place, command)
     ranks = helpers.start_ranks(values, 2, places, environment)
-    for rank in ranks:
-        rank.wait(100)
-    seen = "\n----\n".join(rank.err for rank in ranks)
+    if "STOP" in command:
+        ranks[0].wait()
+        ranks[1].process.kill()
+    seen = "\n----\n".join(rank.wait().err for rank in ranks)
     print(seen)
     assert tuple(rank.code for rank in ranks) == codes, seen
-    for number, (rank, text) in enumerate(zip(ranks, said)):
-        where = rf"rank {number} of 2, in the phase '\w+'"
-        assert re.search(rf"warning: {where}: {re.escape(text)}", rank.err), seen
-        if rank.code == 2:
-            (line,) = rank.errors
-            assert re.match(rf"error: {where}.*: --collective_timeout: {re.escape(text)}", line)
-    assert not list((helpers.folder_of(values) / "checkpoints").glob(".*")) or codes != (0, 0)
+    for number, (rank, late) in enumerate(zip(ranks, (LATE, SILENT))):
+        if rank.code == 2 or command == BACK:
+            where = rf"rank {number} of 2, in the phase '\w+'"
+            late = late.replace("[1]", r"\[1\]")
+            assert re.search(f"warning: {where}: {late}", rank.err), seen
+            errors = [] if command == BACK else [f"error: {where}.*: --collective_timeout: {late}"]
+            assert len(errors) == len(rank.errors), seen
+            assert all(re.match(*pair) for pair in zip(errors, rank.errors)), seen
     if codes != (0, 0):
+        assert "step_1" in helpers.steps_of(values)
         helpers.run({**values, "resume": True})
     assert difference(values, whole) < 1e-9
+
+
+# ---- servers behind a network that harms ---------------------------------------------------------
+
+
+class Proxy(socketserver.ThreadingTCPServer):
+    """Passes each connection on to a server, and its answer, through `harm(number of the connection,
+    bytes)`, back; None closes the connection.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, url: str, harm):
+        super().__init__(("127.0.0.1", 0), None)
+        self.to = urlsplit(url)
+        self.harm = harm
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+        self.connections = 0
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+
+    def finish_request(self, request, client_address) -> None:
+        self.connections += 1
+        number = self.connections
+        with socket.create_connection((self.to.hostname, self.to.port)) as server:
+            threading.Thread(target=self.copy, args=(request, server), daemon=True).start()
+            answer = b"".join(iter(lambda: server.recv(1 << 16), b""))
+            if harmed := self.harm(number, answer):
+                request.sendall(harmed)
+
+    def copy(self, source, to) -> None:
+        with contextlib.suppress(OSError):
+            for data in iter(lambda: source.recv(1 << 16), b""):
+                to.sendall(data)
+
+
+def later(number: int, answer: bytes) -> bytes:
+    time.sleep(0.3)
+    return answer
+
+
+# What happens to the answers of a server, and whether the client gets what the server said: whole,
+# or nothing.
+HARMS = {
+    "delays": (later, True),
+    "cuts the first connection": (lambda number, answer: None if number == 1 else answer, True),
+    "cuts the first answer": (lambda number, answer: answer[: -5 if number == 1 else None], True),
+    "corrupts a header": (lambda n, answer: answer if n > 1 else b"\0" + answer[1:], True),
+    "corrupts every answer": (lambda n, answer: answer.replace(b"[", b"\xff"), False),
+    "cuts every answer": (lambda number, answer: answer[:-5], False),
+}
+
+
+@pytest.fixture
+def no_pauses(monkeypatch):
+    """Clients ask again at once, and for half a second."""
+    nap = asyncio.sleep
+    named = types.SimpleNamespace(**vars(asyncio))
+    named.sleep = lambda seconds: nap(0.01)
+    for module in (reward_servers, vllm_servers):
+        monkeypatch.setattr(module, "asyncio", named)
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_answers_that_a_network_harms(harm, monkeypatch, no_pauses):
+    """A score or a response is what the server said, or none: never a zero, never half a
+    response.
+    """
+    change, arrives = HARMS[harm]
+    scores = Server(lambda question, _: test_reward_client.right(question))
+    tokens = [{"token_id": i, "logprob": -0.5} for i in range(3)]
+    spans = [{"version": "4", "start": 0, "end": 3}]
+    choice = {"finish_reason": "stop", "logprobs": {"content": tokens}, "weight_versions": spans}
+    samples = Server(lambda *_: (200, {"choices": [choice]}, {}))
+    proxies = [Proxy(server.url, change) for server in (scores, samples)]
+    source = reward_servers.ServerSource.__new__(reward_servers.ServerSource)
+    source.name, source.timeout, source.failure = proxies[0].url, 60.0, ""
+    batch = [types.SimpleNamespace(row=ROW | {"prompt": str(i)}, text="x") for i in (3, 5)]
+    got = asyncio.run(source.score(batch))
+    assert got == [3.0, 5.0] if arrives else all(map(math.isnan, got)) and source.failure
+    servers = vllm_servers.Servers.__new__(vllm_servers.Servers)
+    servers.headers, servers.heard = {}, {}
+    monkeypatch.setattr(vllm_servers, "SERVER_PATIENCE", 60.0 if arrives else 0.5)
+    sample = servers._sample(proxies[1].url, {})
+    if arrives:
+        assert asyncio.run(sample)[0] == [0, 1, 2]
+    else:
+        with pytest.raises(RuntimeError, match="generate failed for"):
+            asyncio.run(sample)
+    for server in (*proxies, scores, samples):
+        server.shutdown()
+        server.server_close()
+
+
+def test_a_name_that_does_not_resolve(no_pauses, monkeypatch):
+    """No score; a vLLM server is awaited for as long as one that starts."""
+    source = reward_servers.ServerSource.__new__(reward_servers.ServerSource)
+    source.name, source.timeout, source.failure = "http://nobody.invalid:80", 60.0, ""
+    batch = [types.SimpleNamespace(row=ROW, text="x")]
+    assert math.isnan(asyncio.run(source.score(batch))[0])
+    assert "nobody.invalid" in source.failure
+    servers = vllm_servers.Servers.__new__(vllm_servers.Servers)
+    servers.headers = {}
+    with pytest.raises(RuntimeError, match="/health failed for 0 s .*nobody.invalid"):
+        asyncio.run(servers._request("http://nobody.invalid:80", "/health", patience=0.01))
+
+
+def test_a_vllm_server_that_has_started_anew():
+    """At the address of one that had the weights of the run, which this one does not."""
+    token = {"token_id": 3, "logprob": -0.5}
+    spans = [{"version": "default", "start": 0, "end": 1}]
+    choice = {"finish_reason": "stop", "logprobs": {"content": [token]}, "weight_versions": spans}
+    server = Server(lambda *_: (200, {"choices": [choice]}, {}))
+    servers = vllm_servers.Servers.__new__(vllm_servers.Servers)
+    servers.headers, servers.heard = {}, {}
+    with pytest.raises(RuntimeError, match="has started anew, without the run's weights"):
+        asyncio.run(servers._sample(server.url, {}))
+    server.shutdown()
+    server.server_close()

@@ -89,7 +89,7 @@ def files(tmp_path_factory):
 # test_data.py, test_models.py and test_compile.py check.
 LEFT_OUT = set(
     "run_name output_dir resume total_episodes passes stop_at "
-    "track config agent agent_timeout rollout_servers kv_cache_gb async_steps vllm_tensor_parallel "
+    "track config collective_timeout agent agent_timeout rollout_servers kv_cache_gb async_steps vllm_tensor_parallel "
     "prompt_column answer_column response_column chat_template_kwargs compile".split()
 )
 
