@@ -184,7 +184,7 @@ def replace_machine(gpus, gpu_bytes):
     Engine.gpu_bytes = gpu_bytes
     sharding.say = functools.partial(print, file=sys.stdout)  # what --shard auto chooses is shown
     torch.distributed.broadcast_object_list = sharding.Sharding._load_shards = lambda *_: None
-    loading.check_head = metrics.warn = run.Run.finish = lambda *_: None
+    loading.check_head = metrics.warn = run.Run.finish = ranks.watch = lambda *_: None
     engines.rollout_engine = Engine
 
 

@@ -29,8 +29,8 @@ from utils import UserError, World, first_line
 
 SERVER_START = 600.0  # seconds in which a server has to answer when a run starts
 SERVER_PATIENCE = 120.0  # seconds for which a server may be away later
-# Seconds in which a server has to answer any of its requests; less than the half hour after which
-# other ranks give up.
+# Seconds in which a server has to answer any of its requests; less than the default of
+# --collective_timeout, after which other ranks give up.
 SERVER_ANSWER = 1500.0
 SERVER_REQUESTS = 256  # requests under way, for each rank and server
 TRANSFER = 600.0  # seconds in which a part of the weight transfer has to be done

@@ -15,6 +15,7 @@ import threading
 import time
 import types
 from functools import partial
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import forked_python
@@ -41,8 +42,7 @@ def nodes():
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> dict:
     values = helpers.workspace(tmp_path_factory.mktemp("cluster"))
-    # 9 s: far longer than a rank of these runs waits for another one
-    values |= {"shard": "fsdp", "precision": "float64", "collective_timeout": 0.15}
+    values |= {"shard": "fsdp", "precision": "float64"}
     return {**values, "num_epochs": 1, "save_every": 1, "total_episodes": 16, "eval_every": 0}
 
 
@@ -61,7 +61,7 @@ def difference(values: dict, whole: dict) -> float:
 def test_torchrun_on_two_nodes_trains_as_one_process_does(nodes, base, whole, tmp_path):
     values = helpers.variant(base, tmp_path)
     launch = "-m torch.distributed.run --nnodes 2 --nproc_per_node 1".split()
-    launch += ["--rdzv_endpoint", f"{nodes.address(0)}:29500", "--node_rank"]
+    launch += ["--rdzv_endpoint", "10.77.0.1:29500", "--node_rank"]
     with forked_python.python() as program, open(tmp_path / "log", "w") as log:
         environment = os.environ | {"PYTHON_EXEC": program, "GLOO_SOCKET_IFNAME": "eth0"}
         line = [program, *launch]
@@ -84,20 +84,26 @@ def test_torchrun_on_two_nodes_trains_as_one_process_does(nodes, base, whole, tm
     assert difference(values, whole) < 1e-9
 
 
-def on_node(holder: int, place: str = "", command: str = "") -> None:
-    """Let this process run on a node, and there a shell command at the n-th call of a function."""
+def on_node(holder: int, rank: int, folder: Path, place: str, command: str) -> None:
+    """Let this process be a rank on a node. It begins once both are there, so that what one waits
+    for the other is short. At the n-th call of a function one may run a shell command.
+    """
     enter(holder)
-    if command == "clock":
+    (folder / f"ready{rank}").touch()
+    while len(list(folder.glob("ready*"))) < 2:
+        time.sleep(0.01)
+    function, number = place.split(":")
+    act = lambda calls: calls == int(number) and subprocess.run(command, shell=True)
+    if command == CLOCK:
         now = time.time
         time.time = lambda: now() + 3600
-    elif place:
-        function, number = place.split(":")
-        act = lambda calls: calls == int(number) and subprocess.run(command, shell=True)
+    elif command:
         helpers._before(function, act)
 
 
 STEP = "utils.Optimizer.step:3"  # in step 2
 SAVE = "checkpoints.save_model:2"  # of step 2
+CLOCK = "another clock"
 DOWN = "ip link set eth0 down"
 BACK = f"{DOWN}; (sleep 5; ip link set eth0 up) >/dev/null 2>&1 &"
 LATE = "ranks [1] have not come, since the phase '(training|save)'"
@@ -109,7 +115,7 @@ FAULTS = {
     "machine 1 gone while the other saves": (1, SAVE, f"{DOWN}; kill -9 $PPID", (2, -9)),
     "machine 0 gone while it saves": (0, SAVE, f"{DOWN}; kill -9 $PPID", (-9, 2)),
     "rank 1 stands still": (1, STEP, "kill -STOP $PPID", (2, -9)),
-    "clock of node 1 an hour ahead": (1, STEP, "clock", (0, 0)),
+    "clock of node 1 an hour ahead": (1, STEP, CLOCK, (0, 0)),
 }
 
 
@@ -118,14 +124,17 @@ def test_faults_of_a_node(nodes, base, whole, tmp_path, long, fault):
     if fault != "link down" and not long:
         pytest.skip("runs with --long")
     victim, place, command, codes = FAULTS[fault]
-    values = helpers.variant(base, tmp_path)
-    holders = [holder.pid for holder in nodes.holders[1:3]]
+    # 12 s: far longer than a rank of these runs waits for another one
+    values = helpers.variant(base, tmp_path, collective_timeout=0.2)
+    holders = [holder.pid for holder in nodes.holders]
     for node in (0, 1):
         nodes.ip(node, "link set eth0 up")
-    environment = {"MASTER_ADDR": nodes.address(0), "GLOO_SOCKET_IFNAME": "eth0"}
+    environment = {"MASTER_ADDR": "10.77.0.1", "GLOO_SOCKET_IFNAME": "eth0"}
     environment |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    places = {rank: partial(on_node, holder) for rank, holder in enumerate(holders)}
-    places[victim] = partial(on_node, holders[victim], place, command)
+    places = {
+        rank: partial(on_node, holder, rank, tmp_path, place, command if rank == victim else "")
+        for rank, holder in enumerate(holders)
+    }
     ranks = helpers.start_ranks(values, 2, places, environment)
     if "STOP" in command:
         ranks[0].wait()
@@ -249,17 +258,3 @@ def test_a_name_that_does_not_resolve(no_pauses, monkeypatch):
     servers.headers = {}
     with pytest.raises(RuntimeError, match="/health failed for 0 s .*nobody.invalid"):
         asyncio.run(servers._request("http://nobody.invalid:80", "/health", patience=0.01))
-
-
-def test_a_vllm_server_that_has_started_anew():
-    """At the address of one that had the weights of the run, which this one does not."""
-    token = {"token_id": 3, "logprob": -0.5}
-    spans = [{"version": "default", "start": 0, "end": 1}]
-    choice = {"finish_reason": "stop", "logprobs": {"content": [token]}, "weight_versions": spans}
-    server = Server(lambda *_: (200, {"choices": [choice]}, {}))
-    servers = vllm_servers.Servers.__new__(vllm_servers.Servers)
-    servers.headers, servers.heard = {}, {}
-    with pytest.raises(RuntimeError, match="has started anew, without the run's weights"):
-        asyncio.run(servers._sample(server.url, {}))
-    server.shutdown()
-    server.server_close()
