@@ -20,7 +20,7 @@ SCRIPTS = {
     "ppo": 7_700,
     "distill": 3_800,
     "reward_model": 1_900,
-    "utils": 3_300,
+    "utils": 3_340,
 }
 NOT_COUNTED = (
     tokenize.ENCODING,
@@ -88,20 +88,20 @@ def table() -> dict[str, tuple[int, int]]:
     plumbing = [path for path in ROOT.glob("plumbing/**/*.py") if path.read_text()]
     everything = ("*.py", "plumbing/**/*.py", "extras/**/*.py", "scripts/**/*.py", "assets/**/*.py")
     rows = {
-        "Python outside tests, tokens": (tokens(*everything), 97_500),
-        "plumbing/, tokens": (tokens("plumbing/**/*.py"), 41_150),
+        "Python outside tests, tokens": (tokens(*everything), 97_950),
+        "plumbing/, tokens": (tokens("plumbing/**/*.py"), 41_600),
         "extras/, tokens": (tokens("extras/**/*.py"), 18_600),
         "plumbing/, files": (len(plumbing), 40),
         "plumbing/, files outside of its folders": (
             sum(path.parent.name == "plumbing" for path in plumbing),
             3,
         ),
-        "tests/, tokens": (tokens("tests/**/*.py"), 147_000),
+        "tests/, tokens": (tokens("tests/**/*.py"), 149_350),
         "web files of the report, lines": (
             lines(*(f"assets/report/*.{end}" for end in ("js", "css", "html"))),
             500,
         ),
-        "docs/, words": (words("docs/*.md"), 14_300),
+        "docs/, words": (words("docs/*.md"), 14_570),
         "README.md, lines": (lines("README.md"), 150),
         "flags of grpo.py": (len(dataclasses.fields(Args)), 98),
         "our modules that import grpo loads": (len(modules()[0]), 37),

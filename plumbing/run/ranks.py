@@ -102,7 +102,7 @@ def watch(world: World) -> None:
                 status.late = ""
                 if late:
                     phases = " or ".join(sorted({*late.values()}))
-                    warn_of(f"ranks {[*late]} have not come, since the phase {phases!r}")
+                    warn_of(f"ranks {[*late]} have not come, last seen in the phase {phases!r}")
                     looks.clear()  # the next line comes after another tenth
 
     write()
