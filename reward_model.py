@@ -209,7 +209,7 @@ def load_scorer(
 
 def main(args: Args) -> None:
     # ---- setting up ----
-    world = utils.setup_processes()
+    world = utils.setup_processes(args.collective_timeout)
     run = Run(args, __file__, world)
     tokenizer, stop_ids = load_tokenizer_and_stop_ids(args)
     pairs, eval_pairs = load_train_and_eval_pairs(args, tokenizer, stop_ids)

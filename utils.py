@@ -94,6 +94,7 @@ class World:
     group: dist.ProcessGroup | None = None  # None: torch.distributed's default one
     # Neighbouring ranks that share one rollout engine, and so compute the same rollout.
     ranks_per_engine: int = 1
+    timeout: timedelta = timedelta(minutes=30)  # of a collective
 
     @property
     def main(self) -> bool:
@@ -103,9 +104,9 @@ class World:
         """Return the same processes in a separate CPU group, for the thread that makes the next
         rollout.
         """
-        # Fails at once where a rank has ended; a new group would wait for it for half an hour.
+        # Fails at once where a rank has ended; a new group would wait for it until the time-out.
         self.barrier()
-        group = dist.new_group(backend="gloo") if self.size > 1 else None
+        group = dist.new_group(backend="gloo", timeout=self.timeout) if self.size > 1 else None
         return World(self.rank, self.size, torch.device("cpu"), group, ranks_per_engine)
 
     def all_gather(self, items: list) -> list:
@@ -159,19 +160,20 @@ class World:
         return result
 
 
-def setup_processes() -> World:
+def setup_processes(minutes: float = 30.0) -> World:
     """Join the process group that torchrun describes in the environment; without torchrun, be the
     only process.
+
+    Args:
+        minutes: after which a rank that waits in a collective ends in an error.
     """
     # transformers would print its progress and warnings once per rank.
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    rank = 0
-    size = 1
+    world = World(0, 1, torch.device("cpu"), timeout=timedelta(minutes=minutes))
     # Without it, memory that training has fragmented has no room for a vLLM that wakes up. (Read at
     # first allocation.)
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    device = torch.device("cpu")
     if torch.cuda.is_available():
         local = int(os.environ.get("LOCAL_RANK", "0"))
         gpus = torch.cuda.device_count()
@@ -179,20 +181,19 @@ def setup_processes() -> World:
             raise UserError(
                 f"torchrun --nproc_per_node: starts more processes than there are GPUs, {gpus}"
             )
-        device = torch.device("cuda", local)
-        torch.cuda.set_device(device)
+        world.device = torch.device("cuda", local)
+        torch.cuda.set_device(world.device)
     if "RANK" in os.environ:
-        # Half an hour: longer than any collective should last. A rank that waits longer ends in an
-        # error.
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        wait = timedelta(minutes=30)
-        store, rank, size = next(rendezvous("env://", timeout=wait))
+        backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
+        store, world.rank, world.size = next(rendezvous("env://", timeout=world.timeout))
         # torchrun's store outlives the ranks. Without a prefix for each start, those that
         # --max_restarts starts again find the addresses of the dead ones there, and fail or hang
         # (torch 2.13).
         store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-        dist.init_process_group(backend, timeout=wait, store=store, rank=rank, world_size=size)
-    return World(rank, size, device)
+        dist.init_process_group(
+            backend, timeout=world.timeout, store=store, rank=world.rank, world_size=world.size
+        )
+    return world
 
 
 def generator(*key: Any) -> np.random.Generator:

@@ -32,6 +32,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 PositiveFraction = Annotated[float, Field(gt=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Seconds = Annotated[float, Field(gt=0, le=1e6)]
+Minutes = Annotated[float, Field(gt=0, le=1e4)]
 Factor = Annotated[FiniteFloat, Field(ge=1)]
 Weight = Annotated[float, Field(ge=-1e6, le=1e6)]
 Port = Annotated[int, Field(ge=0, lt=2**16)]
@@ -141,6 +142,9 @@ class RunArgs(OutputArgs):
     track: Literal["", "wandb", "trackio"] = ""
     """Log to Weights & Biases (wandb; WANDB_PROJECT and WANDB_MODE=offline work) or to trackio,
     too."""
+    collective_timeout: Minutes = 30.0
+    """Minutes for which ranks wait for each other before the run ends; after a tenth of it, a line on
+    each node names the ranks that are late. Higher where one rank may sample or score for longer."""
 
     def rules(self: Any) -> Rules:
         yield not self.keep_best or self.eval_every, "--keep_best requires an --eval_every above 0"

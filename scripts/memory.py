@@ -195,7 +195,7 @@ def replace_machine(gpus, gpu_bytes):
     torch.distributed.init_process_group(
         "fake", store=torch.distributed.HashStore(), rank=0, world_size=gpus
     )
-    utils.setup_processes = lambda: utils.World(0, gpus, torch.device("cpu"))
+    utils.setup_processes = lambda minutes: utils.World(0, gpus, torch.device("cpu"))
     utils.World.all_gather = lambda world, items: items * world.size
     new_group = torch.distributed.new_group  # of the fake backend, whichever is asked for
     torch.distributed.new_group = lambda *ranks, backend="fake", **options: new_group(
@@ -213,7 +213,7 @@ def replace_machine(gpus, gpu_bytes):
     torch.distributed.broadcast_object_list = sharding.Sharding._load_shards = lambda *_: None
     layers = SimpleNamespace(Linear4bit=Linear4bit, Params4bit=Params4bit)
     sys.modules["bitsandbytes"] = SimpleNamespace(nn=layers, __spec__=True)
-    loading.check_head = metrics.warn = run.Run.finish = lambda *_: None
+    loading.check_head = metrics.warn = run.Run.finish = ranks.watch = lambda *_: None
     engines.rollout_engine = Engine
 
 

@@ -108,7 +108,7 @@ def main(folder: Path) -> None:
             waits.append(device.WAITS.copy())
         begin(clock, phase)
 
-    utils.setup_processes = lambda: utils.World(0, 1, device.DEVICE)
+    utils.setup_processes = lambda minutes: utils.World(0, 1, device.DEVICE)
     utils.Clock.begin = counted
     with device.Functions(), device.Operations():
         for name in RUNS:

@@ -348,18 +348,20 @@ def test_bad_addresses(running, engine, capsys, monkeypatch):
 
 def test_what_a_server_answers():
     """429 and 5xx are asked again, no other status; a response that another client aborts is an
-    error.
+    error, and so is one of a server that has started anew.
     """
-    statuses = [429, 503, 200, 404]
-    server = Server(lambda *_: (statuses.pop(0), {"choices": [{"finish_reason": "abort"}]}, {}))
+    abort = {"finish_reason": "abort"}
+    anew = {"finish_reason": "stop", "weight_versions": [{"version": "default"}]}
+    answers = [(429, {}), (503, {}), (200, abort), (404, {}), (200, anew)]
+    server = Server(lambda *_: (answers[0][0], {"choices": [answers.pop(0)[1]]}, {}))
     servers = Servers.__new__(Servers)
     servers.urls = [server.url]
     servers.headers = {}
     servers.heard = {}
-    for why, left in (("another client aborts", [404]), ("status 404", [])):
+    for why, left in (("another client aborts", 2), ("status 404", 1), ("has started anew", 0)):
         with pytest.raises(RuntimeError, match=why):
             asyncio.run(servers._sample(server.url, {}))
-        assert statuses == left
+        assert len(answers) == left
     server.shutdown()
 
 

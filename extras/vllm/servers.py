@@ -31,8 +31,8 @@ from utils import UserError, World, first_line
 
 SERVER_START = 600.0  # seconds in which a server has to answer when a run starts
 SERVER_PATIENCE = 120.0  # seconds for which a server may be away later
-# Seconds in which a server has to answer any of its requests; less than the half hour after which
-# other ranks give up.
+# Seconds in which a server has to answer any of its requests; less than the default of
+# --collective_timeout, after which other ranks give up.
 SERVER_ANSWER = 1500.0
 SERVER_REQUESTS = 256  # requests under way, for each rank and server
 TRANSFER = 600.0  # seconds in which a part of the weight transfer has to be done
@@ -274,8 +274,11 @@ class Servers(VllmSampling):
         choice = request.result()["choices"][0]
         if choice["finish_reason"] == "abort":
             raise RuntimeError(f"{url}: another client aborts this run's requests")
+        versions = choice["weight_versions"]
+        if any(span["version"] == "default" for span in versions):  # vLLM's name before a sync
+            raise RuntimeError(f"{url}: this server has started anew, without the run's weights")
         tokens = choice["logprobs"]["content"]
         return [token["token_id"] for token in tokens], {
             "rollout_logprobs": [token["logprob"] for token in tokens],
-            "policy_steps": policy_steps(choice["weight_versions"]),
+            "policy_steps": policy_steps(versions),
         }

@@ -1,14 +1,17 @@
-"""Errors, long waits and signals of a rank: what a failure prints and its exit code, tracebacks of a
-phase that takes too long, and the interruption of a run.
+"""Errors, long waits and signals of a rank: what a failure prints and its exit code, which ranks the
+others wait for, tracebacks of a phase that takes too long, and the interruption of a run.
 """
 
 import contextlib
 import faulthandler
+import json
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
+from collections import deque
 from dataclasses import dataclass
 from types import FrameType
 from typing import Callable, Iterator
@@ -35,6 +38,7 @@ class Status:
     phase: str = "start"
     # Called after an exception: saves what it can, and returns what to say about it.
     rescue: Callable[[], str] = str
+    late: str = ""  # which ranks the others wait for
 
 
 status = Status()
@@ -46,6 +50,64 @@ def begin_phase(name: str, world: World) -> None:
     if world.size > 1:
         # Each rank waits a second more, so that tracebacks do not mix on the terminal.
         faulthandler.dump_traceback_later(STUCK_AFTER + world.rank, repeat=True, file=2)
+
+
+def watch(world: World) -> None:
+    """Warn of ranks that others wait for, in a thread of each rank; all ranks call this.
+
+    Each rank writes the time, its phase, and how many collectives it has begun in each group, to the
+    store of torch.distributed, and reads what all have written. A rank is late if it has written
+    nothing for a tenth of --collective_timeout, or begun nothing though another rank has.
+    """
+    store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+    keys = [f"watch {rank}" for rank in range(world.size)]
+    tenth = world.timeout.total_seconds() / 10
+
+    def write() -> None:
+        begun = [
+            sum(group._get_backend(x)._get_sequence_number_for_group() for x in group._device_types)  # type: ignore[attr-defined]
+            for group in list(dist.distributed_c10d._world.pg_map)
+        ]
+        store.set(keys[world.rank], json.dumps([time.monotonic(), status.phase, begun]))
+
+    def warn_of(late: str) -> None:
+        status.late = late
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            line = f"warning: rank {world.rank} of {world.size}, in the phase {status.phase!r}: "
+            line += f"{late}; the run ends after --collective_timeout {tenth / 6:g} minutes"
+            tqdm.write(line, sys.stderr)
+
+    def look() -> None:
+        looks: deque[list] = deque(maxlen=5)  # of a tenth of the time
+        while True:
+            time.sleep(tenth / 4)
+            # Where its machine cannot be reached, the store lets this thread wait.
+            silence = threading.Timer(tenth, warn_of, ["rank 0's machine does not answer"])
+            silence.daemon = True
+            silence.start()
+            try:
+                write()
+                looks.append([json.loads(text) for text in store.multi_get(keys)])
+            except RuntimeError:  # rank 0 has ended
+                return
+            finally:
+                silence.cancel()
+            if len(looks) == looks.maxlen:
+                most = max(begun for _, _, begun in looks[-1])
+                late = {
+                    rank: now[1]
+                    for rank, (before, now) in enumerate(zip(looks[0], looks[-1]))
+                    if now[0] == before[0] or now[2] == before[2] != most
+                }
+                status.late = ""
+                if late:
+                    phases = " or ".join(sorted({*late.values()}))
+                    warn_of(f"ranks {[*late]} have not come, last seen in the phase {phases!r}")
+                    looks.clear()  # the next line comes after another tenth
+
+    write()
+    world.barrier()
+    threading.Thread(target=look, daemon=True).start()
 
 
 @contextlib.contextmanager
@@ -97,6 +159,8 @@ def as_known(error: Exception, place: str) -> UserError | None:
         # torchrun takes the rank that ended first for the root cause, and counts whole seconds.
         time.sleep(2)
         reason = "another rank has ended; its message has the reason"
+        if "timed out" in str(error).lower():
+            reason = f"--collective_timeout: {status.late or first_line(error)}"
         return UserError(f"{place}: {reason}", local=True)
     if status.phase == "load" and isinstance(error, (OSError, ValueError, ImportError)):
         raised = traceback.extract_tb(error.__traceback__)[-1]

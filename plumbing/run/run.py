@@ -43,6 +43,8 @@ class Run:
             script: path of the script.
         """
         ranks.begin_phase("load", world)
+        if world.size > 1:
+            ranks.watch(world)
         utils.say(f"Loopwise {utils.VERSION}: loading {args.model}")
         self.args = args
         self.script = script

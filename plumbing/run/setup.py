@@ -81,7 +81,7 @@ def set_up(
         generate: the script's decode loop. outputs: what it stores of a token, by name.
         learn: what of a row is learned.
     """
-    world = utils.setup_processes()
+    world = utils.setup_processes(args.collective_timeout)
     run = Run(args, script, world)
     tokenizer, stop_ids = load_tokenizer_and_stop_ids(args)
     conversations = load_conversations(args, tokenizer, stop_ids)

@@ -89,9 +89,9 @@ def files(tmp_path_factory):
 # test_data.py, test_models.py, test_compile.py and test_saved_rollouts.py check.
 LEFT_OUT = set(
     "run_name output_dir resume total_episodes passes stop_at "
-    "track config agent agent_timeout rollout_servers kv_cache_gb async_steps vllm_tensor_parallel "
+    "track config collective_timeout agent agent_timeout rollout_servers kv_cache_gb async_steps "
     "prompt_column answer_column response_column chat_template_kwargs compile rollouts_from "
-    "teacher_top_k vllm_lora quantize".split()
+    "vllm_tensor_parallel teacher_top_k vllm_lora quantize".split()
 )
 
 TABLES = helpers.table("random_runs.yaml")

@@ -22,6 +22,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 import helpers
+from cluster import enter
 
 # Passes what it is called with to the tests' process, signals to the process that this one forks,
 # and its exit code on.
@@ -106,6 +107,7 @@ def torchrun(script, values: dict, log: Path, *options: str, **environment):
 def execute(words: list[str], folder: str, environment: dict, caller: int) -> None:
     """Do what `python WORDS` does, in a forked process, with the caller's output."""
     os.setsid()
+    enter(caller)
     for number in (1, 2):
         os.dup2(os.open(f"/proc/{caller}/fd/{number}", os.O_WRONLY | os.O_APPEND), number)
     sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))

@@ -1,0 +1,259 @@
+"""A cluster on one machine: its nodes are network namespaces (tests/support/cluster.py).
+
+What each fault gives is the table of docs/evidence.md#a-cluster-with-faults.
+"""
+
+import asyncio
+import contextlib
+import math
+import os
+import re
+import socket
+import socketserver
+import subprocess
+import threading
+import time
+import types
+from functools import partial
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import forked_python
+import helpers
+import pytest
+import test_reward_client
+from cluster import Cluster, enter
+from helpers import ROOT
+from test_reward_client import Server
+
+from extras import reward_servers
+from extras.vllm import servers as vllm_servers
+
+ROW = {"prompt": "p", "answer": "2", "columns": {}}
+
+
+@pytest.fixture(scope="module")
+def nodes():
+    cluster = Cluster(2)
+    yield cluster
+    cluster.end()
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> dict:
+    values = helpers.workspace(tmp_path_factory.mktemp("cluster"))
+    values |= {"shard": "fsdp", "precision": "float64"}
+    return {**values, "num_epochs": 1, "save_every": 1, "total_episodes": 16, "eval_every": 0}
+
+
+@pytest.fixture(scope="module")
+def whole(base, tmp_path_factory) -> dict:
+    """Flags of the run of one process on one machine."""
+    values = helpers.variant(base, tmp_path_factory.mktemp("whole"))
+    helpers.run(values)
+    return values
+
+
+def difference(values: dict, whole: dict) -> float:
+    return helpers.largest_difference(values, whole, ("checkpoints/step_2", "final"))[0]
+
+
+def test_torchrun_on_two_nodes_trains_as_one_process_does(nodes, base, whole, tmp_path):
+    values = helpers.variant(base, tmp_path)
+    launch = "-m torch.distributed.run --nnodes 2 --nproc_per_node 1".split()
+    launch += ["--rdzv_endpoint", "10.77.0.1:29500", "--node_rank"]
+    with forked_python.python() as program, open(tmp_path / "log", "w") as log:
+        environment = os.environ | {"PYTHON_EXEC": program, "GLOO_SOCKET_IFNAME": "eth0"}
+        line = [program, *launch]
+        script = [str(ROOT / "grpo.py"), *helpers.words(values)]
+        running = [
+            subprocess.Popen(
+                [*nodes.inside(node), *line, str(node), *script],
+                stdout=log,
+                stderr=log,
+                env=environment,
+            )
+            for node in (0, 1)
+        ]
+        try:
+            codes = [each.wait(240) for each in running]
+        finally:
+            for each in running:
+                each.kill()
+    assert codes == [0, 0], (tmp_path / "log").read_text()
+    assert difference(values, whole) < 1e-9
+
+
+def on_node(holder: int, rank: int, folder: Path, place: str, command: str) -> None:
+    """Let this process be a rank on a node. It begins once both are there, so that what one waits
+    for the other is short. At the n-th call of a function one may run a shell command.
+    """
+    enter(holder)
+    (folder / f"ready{rank}").touch()
+    while len(list(folder.glob("ready*"))) < 2:
+        time.sleep(0.01)
+    function, number = place.split(":")
+    act = lambda calls: calls == int(number) and subprocess.run(command, shell=True)
+    if command == CLOCK:
+        now = time.time
+        time.time = lambda: now() + 3600
+    elif command:
+        helpers._before(function, act)
+
+
+STEP = "utils.Optimizer.step:3"  # in step 2
+SAVE = "checkpoints.save_model:2"  # of step 2
+CLOCK = "another clock"
+DOWN = "ip link set eth0 down"
+BACK = f"{DOWN}; (sleep 5; ip link set eth0 up) >/dev/null 2>&1 &"
+LATE = r"ranks \[1\] have not come, last seen in the phase '\w+'"
+SILENT = "rank 0's machine does not answer"
+# Rank and place of a fault, and what it does there; each rank's exit code.
+FAULTS = {
+    "link down": (1, STEP, DOWN, (2, 2)),
+    "link down for 5 s": (1, STEP, BACK, (0, 0)),
+    "machine 1 gone while the other saves": (1, SAVE, f"{DOWN}; kill -9 $PPID", (2, -9)),
+    "machine 0 gone while it saves": (0, SAVE, f"{DOWN}; kill -9 $PPID", (-9, 2)),
+    "rank 1 stands still": (1, STEP, "kill -STOP $PPID", (2, -9)),
+    "clock of node 1 an hour ahead": (1, STEP, CLOCK, (0, 0)),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_of_a_node(nodes, base, whole, tmp_path, long, fault):
+    if fault != "link down" and not long:
+        pytest.skip("runs with --long")
+    victim, place, command, codes = FAULTS[fault]
+    # 12 s: far longer than a rank of these runs waits for another one
+    values = helpers.variant(base, tmp_path, collective_timeout=0.2)
+    holders = [holder.pid for holder in nodes.holders]
+    for node in (0, 1):
+        nodes.ip(node, "link set eth0 up")
+    environment = {"MASTER_ADDR": "10.77.0.1", "GLOO_SOCKET_IFNAME": "eth0"}
+    environment |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    places = {
+        rank: partial(on_node, holder, rank, tmp_path, place, command if rank == victim else "")
+        for rank, holder in enumerate(holders)
+    }
+    ranks = helpers.start_ranks(values, 2, places, environment)
+    if "STOP" in command:
+        ranks[0].wait()
+        ranks[1].process.kill()
+    seen = "\n----\n".join(rank.wait().err for rank in ranks)
+    print(seen)
+    assert tuple(rank.code for rank in ranks) == codes, seen
+    for number, (rank, late) in enumerate(zip(ranks, (LATE, SILENT))):
+        if rank.code == 2 or command == BACK:
+            where = rf"rank {number} of 2, in the phase '\w+'"
+            assert re.search(f"warning: {where}: {late}", rank.err), seen
+            errors = [] if command == BACK else [f"error: {where}.*: --collective_timeout: {late}"]
+            assert len(errors) == len(rank.errors), seen
+            assert all(re.match(*pair) for pair in zip(errors, rank.errors)), seen
+    if codes != (0, 0):
+        assert "step_1" in helpers.steps_of(values)
+        helpers.run({**values, "resume": True})
+    assert difference(values, whole) < 1e-9
+
+
+# ---- servers behind a network that harms ---------------------------------------------------------
+
+
+class Proxy(socketserver.ThreadingTCPServer):
+    """Passes each connection on to a server, and its answer, through `harm(number of the connection,
+    bytes)`, back; None closes the connection.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, url: str, harm):
+        super().__init__(("127.0.0.1", 0), None)
+        self.to = urlsplit(url)
+        self.harm = harm
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+        self.connections = 0
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+
+    def finish_request(self, request, client_address) -> None:
+        self.connections += 1
+        number = self.connections
+        with socket.create_connection((self.to.hostname, self.to.port)) as server:
+            threading.Thread(target=self.copy, args=(request, server), daemon=True).start()
+            answer = b"".join(iter(lambda: server.recv(1 << 16), b""))
+            if harmed := self.harm(number, answer):
+                request.sendall(harmed)
+
+    def copy(self, source, to) -> None:
+        with contextlib.suppress(OSError):
+            for data in iter(lambda: source.recv(1 << 16), b""):
+                to.sendall(data)
+
+
+def later(number: int, answer: bytes) -> bytes:
+    time.sleep(0.3)
+    return answer
+
+
+# What happens to the answers of a server, and whether the client gets what the server said: whole,
+# or nothing.
+HARMS = {
+    "delays": (later, True),
+    "cuts the first connection": (lambda number, answer: None if number == 1 else answer, True),
+    "cuts the first answer": (lambda number, answer: answer[: -5 if number == 1 else None], True),
+    "corrupts a header": (lambda n, answer: answer if n > 1 else b"\0" + answer[1:], True),
+    "corrupts every answer": (lambda n, answer: answer.replace(b"[", b"\xff"), False),
+    "cuts every answer": (lambda number, answer: answer[:-5], False),
+}
+
+
+@pytest.fixture
+def no_pauses(monkeypatch):
+    """Clients ask again at once, and for half a second."""
+    nap = asyncio.sleep
+    named = types.SimpleNamespace(**vars(asyncio))
+    named.sleep = lambda seconds: nap(0.01)
+    for module in (reward_servers, vllm_servers):
+        monkeypatch.setattr(module, "asyncio", named)
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_answers_that_a_network_harms(harm, monkeypatch, no_pauses):
+    """A score or a response is what the server said, or none: never a zero, never half a
+    response.
+    """
+    change, arrives = HARMS[harm]
+    scores = Server(lambda question, _: test_reward_client.right(question))
+    tokens = [{"token_id": i, "logprob": -0.5} for i in range(3)]
+    spans = [{"version": "4", "start": 0, "end": 3}]
+    choice = {"finish_reason": "stop", "logprobs": {"content": tokens}, "weight_versions": spans}
+    samples = Server(lambda *_: (200, {"choices": [choice]}, {}))
+    proxies = [Proxy(server.url, change) for server in (scores, samples)]
+    source = reward_servers.ServerSource.__new__(reward_servers.ServerSource)
+    source.name, source.timeout, source.failure = proxies[0].url, 60.0, ""
+    batch = [types.SimpleNamespace(row=ROW | {"prompt": str(i)}, text="x") for i in (3, 5)]
+    got = asyncio.run(source.score(batch))
+    assert got == [3.0, 5.0] if arrives else all(map(math.isnan, got)) and source.failure
+    servers = vllm_servers.Servers.__new__(vllm_servers.Servers)
+    servers.headers, servers.heard = {}, {}
+    monkeypatch.setattr(vllm_servers, "SERVER_PATIENCE", 60.0 if arrives else 0.5)
+    sample = servers._sample(proxies[1].url, {})
+    if arrives:
+        assert asyncio.run(sample)[0] == [0, 1, 2]
+    else:
+        with pytest.raises(RuntimeError, match="generate failed for"):
+            asyncio.run(sample)
+    for server in (*proxies, scores, samples):
+        server.shutdown()
+        server.server_close()
+
+
+def test_a_name_that_does_not_resolve(no_pauses, monkeypatch):
+    """No score; a vLLM server is awaited for as long as one that starts."""
+    source = reward_servers.ServerSource.__new__(reward_servers.ServerSource)
+    source.name, source.timeout, source.failure = "http://nobody.invalid:80", 60.0, ""
+    batch = [types.SimpleNamespace(row=ROW, text="x")]
+    assert math.isnan(asyncio.run(source.score(batch))[0])
+    assert "nobody.invalid" in source.failure
+    servers = vllm_servers.Servers.__new__(vllm_servers.Servers)
+    servers.headers = {}
+    with pytest.raises(RuntimeError, match="/health failed for 0 s .*nobody.invalid"):
+        asyncio.run(servers._request("http://nobody.invalid:80", "/health", patience=0.01))
