@@ -96,14 +96,13 @@ class Rollouts:
             if not math.isnan(rate):
                 rates[sample.row["place"]] = rate
         experience.state["pass_rates"] = rates
-        counts = {
-            "below": sum(rate < low for rate in rates.values()),
-            "inside": sum(low <= rate <= high for rate in rates.values()),
-            "above": sum(rate > high for rate in rates.values()),
-            "unseen": len(self.prompts) - len(rates),
-        }
-        for name, count in counts.items():
-            experience.metrics[f"pass_rates/{name}"] = count / len(self.prompts)
+        below = sum(rate < low for rate in rates.values()) / len(self.prompts)
+        above = sum(rate > high for rate in rates.values()) / len(self.prompts)
+        seen = len(rates) / len(self.prompts)
+        experience.metrics["pass_rates/below"] = below
+        experience.metrics["pass_rates/inside"] = seen - below - above
+        experience.metrics["pass_rates/above"] = above
+        experience.metrics["pass_rates/unseen"] = 1 - seen
 
     def _begin(self, step: int, state: dict) -> Future:
         """Begin the rollout of a later step in a thread of its own."""
