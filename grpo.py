@@ -50,7 +50,7 @@ from plumbing.cli import (
     PositiveFloat,
     PositiveInt,
 )
-from plumbing.data.mixture import next_prompts
+from plumbing.data.mixture import next_prompts, take_prompts
 from plumbing.data.rows import Row
 from plumbing.models.forward import head_logits, last_hidden_states, recomputed
 from plumbing.models.sharding import model_device, set_gradient_sync, sync_reference

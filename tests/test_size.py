@@ -88,22 +88,22 @@ def table() -> dict[str, tuple[int, int]]:
     plumbing = [path for path in ROOT.glob("plumbing/**/*.py") if path.read_text()]
     everything = ("*.py", "plumbing/**/*.py", "extras/**/*.py", "scripts/**/*.py", "assets/**/*.py")
     rows = {
-        "Python outside tests, tokens": (tokens(*everything), 98_250),
-        "plumbing/, tokens": (tokens("plumbing/**/*.py"), 41_150),
+        "Python outside tests, tokens": (tokens(*everything), 98_650),
+        "plumbing/, tokens": (tokens("plumbing/**/*.py"), 41_680),
         "extras/, tokens": (tokens("extras/**/*.py"), 18_760),
         "plumbing/, files": (len(plumbing), 40),
         "plumbing/, files outside of its folders": (
             sum(path.parent.name == "plumbing" for path in plumbing),
             3,
         ),
-        "tests/, tokens": (tokens("tests/**/*.py"), 148_250),
+        "tests/, tokens": (tokens("tests/**/*.py"), 149_280),
         "web files of the report, lines": (
             lines(*(f"assets/report/*.{end}" for end in ("js", "css", "html"))),
             500,
         ),
-        "docs/, words": (words("docs/*.md"), 14_480),
+        "docs/, words": (words("docs/*.md"), 14_590),
         "README.md, lines": (lines("README.md"), 150),
-        "flags of grpo.py": (len(dataclasses.fields(Args)), 98),
+        "flags of grpo.py": (len(dataclasses.fields(Args)), 99),
         "our modules that import grpo loads": (len(modules()[0]), 37),
         "files of one step": (len(files_of_a_step()), 10),
     }
