@@ -50,7 +50,7 @@ from plumbing.cli import (
     PositiveFloat,
     PositiveInt,
 )
-from plumbing.data.mixture import take_prompts
+from plumbing.data.mixture import next_prompts, take_prompts
 from plumbing.data.rows import Row
 from plumbing.models.forward import head_logits, last_hidden_states, recomputed
 from plumbing.models.sharding import model_device, set_gradient_sync, sync_reference
@@ -824,7 +824,7 @@ def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) ->
     count = args.rollout_batch_size  # prompts to sample
     samples: list[Sample] = []
     for refill in range(1 + MAX_REFILLS):
-        rows = take_prompts(prompts, position, count, args.seed, args.shuffle)
+        rows = next_prompts(prompts, step, state, position, count, args)
         # The first key is that of a run without refills, which then samples the same responses.
         key = ("rollout", args.seed, step, refill) if refill else ("rollout", args.seed, step)
         latest = sampler.rollout(rows, args.group_size, key)

@@ -54,7 +54,7 @@ from plumbing.cli import (
     PositiveFloat,
     PositiveInt,
 )
-from plumbing.data.mixture import take_prompts
+from plumbing.data.mixture import next_prompts, take_prompts
 from plumbing.data.rows import Row
 from plumbing.models import loading
 from plumbing.models.forward import head_logits, last_hidden_states, recomputed
@@ -937,7 +937,7 @@ def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) ->
     samples: list[Sample] = []
     earlier = state.get("score_statistics", [0.0, 0.0, 0.0])  # of the steps before
     for refill in range(1 + MAX_REFILLS):
-        rows = take_prompts(prompts, position, count, args.seed, args.shuffle)
+        rows = next_prompts(prompts, step, state, position, count, args)
         # The first key is that of a run without refills, which then samples the same responses.
         key = ("rollout", args.seed, step, refill) if refill else ("rollout", args.seed, step)
         latest = sampler.rollout(rows, args.group_size, key)

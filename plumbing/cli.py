@@ -454,6 +454,10 @@ class OptimizerArgs:
 
 @dataclass
 class PolicyArgs(OptimizerArgs):
+    pass_rates: tuple[FiniteFloat, FiniteFloat] | None = None
+    """LOW HIGH: draw prompts by what the policy solves. A prompt whose last group had a mean score
+    below LOW or above HIGH, by the first source of --reward that tells right from wrong, has a
+    tenth of the chance of the others. Default: shuffled passes."""
     ref_model: str = ""
     """Reference for the KL penalty; default: --model as it was at the start."""
 
@@ -465,6 +469,13 @@ class PolicyArgs(OptimizerArgs):
         yield (
             self.overlong_buffer <= self.max_response_length,
             "--overlong_buffer must be at most --max_response_length",
+        )
+        low, high = self.pass_rates or (0, 0)
+        yield low <= high, "--pass_rates LOW HIGH: LOW must be at most HIGH"
+        yield (
+            not self.pass_rates or (self.shuffle and self.group_size > 1),
+            "--pass_rates requires --shuffle and a --group_size of 2 or more: it draws the prompts, "
+            "by the mean scores of their groups",
         )
         yield (
             not self.ref_refresh_every or (self.kl_coef and not self.lora_rank),

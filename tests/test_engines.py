@@ -5,6 +5,7 @@ one line says why.
 import asyncio
 import dataclasses
 import importlib.util
+import math
 import threading
 import time
 import types
@@ -19,10 +20,11 @@ from helpers import metrics_of, run_here, steps_of, variant, workspace
 import grpo
 import utils
 from extras.vllm.sampling import VllmSampling
+from plumbing.data.mixture import next_prompts
 from plumbing.models import loading
 from plumbing.rewards.sources import Scoring
 from plumbing.rollout import engines
-from plumbing.rollout.batch import Sampler
+from plumbing.rollout.batch import Batch, Experience, Sample, Sampler
 from plumbing.rollout.rollouts import Rollouts
 
 
@@ -262,6 +264,55 @@ def test_when_rollouts_begin_and_weights_arrive(async_steps):
     rollouts.ahead[6] = rollouts._begin(6, state)
     rollouts._leave()
     assert rollouts.ahead[6].done()
+
+
+@pytest.mark.parametrize("async_steps, late", [(0, 0), (1, 0), (2, 0), (2, 1), (3, 2)])
+def test_which_pass_rates_a_step_sees(async_steps, late):
+    """Those after the step K before it, whichever rollout ends first: here some wait until those of
+    the next `late` steps have ended. A group without a score changes no rate.
+    """
+    prompts = [{"row": i} for i in range(20)]
+    args = types.SimpleNamespace(async_steps=async_steps, rollout_batch_size=5, group_size=2)
+    args.pass_rates, args.seed = (0.3, 0.7), 1
+    ended = [threading.Event() for _ in range(7)]  # by step
+    drawn = {}
+    rate_of = lambda step, row: math.nan if row == 3 else (row + step) % 3 / 2
+
+    def collect(sampler, prompts, step: int, state: dict):
+        position = state.get("position", 0)
+        rows = next_prompts(prompts, step, state, position, 5, args)
+        drawn[step] = [row["row"] for row in rows]
+        if step > 1 and step % (late + 1) == 0:
+            assert all(event.wait(30) for event in ended[step + 1 : step + late + 1])
+        scores = [[rate_of(step, i), math.nan] for i in drawn[step]]
+        samples = [
+            Sample(row, [1], {}, True, scores={"judge": score})
+            for row, group in zip(rows, scores)
+            for score in group
+        ]
+        batch = Batch.from_samples(samples, torch.device("cpu"))
+        ended[step].set()
+        return Experience(batch, batch, {}, 0, {"position": position + 5}, "")
+
+    world = types.SimpleNamespace(device=torch.device("cpu"), rollout_world=lambda _: object())
+    sampler = Sampler(*[None] * 9, world=None, precision=None)
+    sources = types.SimpleNamespace(verifiers=("judge",))
+    sampler = dataclasses.replace(sampler, args=args, reward_sources=sources)
+    run = types.SimpleNamespace(state={"step": 0}, total_steps=6, world=world)
+    rollouts = Rollouts(run, sampler, prompts, collect)
+    known = [{}]  # rates after a step
+    for step in range(1, 7):
+        experience = rollouts.take(step)
+        run.state.update(experience.state)
+        state = {"pass_rates": known[max(step - max(1, async_steps), min(1, step - 1))]}
+        assert drawn[step] == [x["row"] for x in next_prompts(prompts, step, state, 0, 5, args)]
+        known.append(known[-1] | {i: rate_of(step, i) for i in drawn[step] if i != 3})
+        assert run.state["pass_rates"] == known[-1]
+    rates = list(known[-1].values())
+    shares = {x: experience.metrics[f"pass_rates/{x}"] for x in ("below", "inside", "above")}
+    counts = [rates.count(rate) / 20 for rate in (0.0, 0.5, 1.0)]
+    assert [*shares.values()] == pytest.approx(counts) and all(counts)
+    assert experience.metrics["pass_rates/unseen"] == pytest.approx(1 - len(rates) / 20)
 
 
 def test_what_ends_coroutines_that_run_in_the_engine():

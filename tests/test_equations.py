@@ -8,6 +8,7 @@ the same, see test_drift.py.
 import itertools
 import math
 import statistics
+import types
 
 import datasets
 import pytest
@@ -30,7 +31,7 @@ from grpo import (
     turn_advantages,
     weighted_sum,
 )
-from plumbing.data.mixture import mix, take_prompts
+from plumbing.data.mixture import mix, next_prompts, take_prompts
 from plumbing.rollout.batch import Batch, Sample
 
 NAN = math.nan
@@ -654,6 +655,29 @@ def test_prompts_in_the_order_of_the_file():
     mixed = mix(parts, 1, shuffle=False)["i"]
     passes = [i for i in mixed if i < 3], [i for i in mixed if i >= 3]
     assert passes[0] == [0, 1, 2][: len(passes[0])] and passes[1][:4] == [3, 4, 5, 6]
+
+
+def test_prompts_drawn_by_pass_rates():
+    """One after the other by their weights, anew in each step; all once before any comes twice, and
+    the same however many are taken at once.
+    """
+    rows = [{"i": i} for i in range(4)]
+    args = types.SimpleNamespace(pass_rates=(0.25, 0.75), seed=1)
+    state = {"position": 8, "pass_rates": {1: 0.25, 2: 0.2, 3: 0.8}}
+    weights = [1.0, 1.0, 0.1, 0.1]
+
+    def take(step: int, *where) -> list[int]:
+        taken = next_prompts(rows, step, state, *where, args)
+        assert all(row["i"] == row["place"] for row in taken)
+        return [row["i"] for row in taken]
+
+    drawn = [take(step, 8, 2) for step in range(6000)]
+    for a, b in itertools.permutations(range(4), 2):
+        expected = weights[a] * weights[b] / 2.2 / (2.2 - weights[a])
+        assert drawn.count([a, b]) / 6000 == pytest.approx(expected, abs=0.02)
+    order = take(7, 8, 10)
+    assert sorted(order[:4]) == [0, 1, 2, 3]
+    assert order == [*take(7, 8, 3), *take(7, 11, 7)] == (3 * order[:4])[:10]
 
 
 def test_generator_depends_on_its_key_alone():

@@ -436,7 +436,11 @@ def test_the_best_model_is_kept(whole, tmp_path, monkeypatch, capsys):
 
 def test_changed_flags_and_rows_are_printed(copy, tmp_path, capsys):
     fewer = helpers.write_rows(tmp_path / "fewer.jsonl", helpers.ROWS[1:])
+    state = folder_of(copy) / "checkpoints/step_4/trainer_state.pt"
+    torch.save({**torch.load(state), "pass_rates": {12: 0.5}}, state)  # of a row that is gone
     run_here({**copy, "total_episodes": 40, "learning_rate": 1e-3, "dataset": fewer})
+    state = folder_of(copy) / "checkpoints/step_5/trainer_state.pt"
+    assert "pass_rates" not in torch.load(state)
     out, err = capsys.readouterr()
     assert (
         "changed since: --total_episodes 32 -> 40\n" in out

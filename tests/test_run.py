@@ -242,7 +242,7 @@ def test_a_run_from_what_another_one_saved(base, tmp_path):
 # All that a step can depend on: schedule, Adam's moments, KL controller, a reference that moves,
 # passes over the data.
 SCHEDULE = dict(lr_schedule="linear", warmup_ratio=0.3, seed=3)
-MOVING = dict(SCHEDULE, kl_horizon=20, kl_target=0.05, ref_refresh_every=2)
+MOVING = dict(SCHEDULE, kl_horizon=20, kl_target=0.05, ref_refresh_every=2, pass_rates=(0.3, 0.5))
 
 
 @pytest.fixture(scope="module")

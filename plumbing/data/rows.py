@@ -26,6 +26,7 @@ class Row(TypedDict, total=False):
     mask: list[int]  # of the response: 1 where it is learned
     sources: list[str]  # of --reward, where the row names them
     dataset: str
+    place: int  # among the rows of the run, with --pass_rates
     columns: dict  # the row as it was read
     turns: list[dict]  # of a conversation that has ended
     environment: float  # the sum of its rewards

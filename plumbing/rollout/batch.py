@@ -358,6 +358,15 @@ class Batch:
         scored = [is_scored_by(x.row, name) for x in self.samples]
         return torch.tensor(scored, device=self.stopped.device)
 
+    def verifier_scores(self, verifiers: Sequence[str]) -> Tensor:
+        """Return (N,): the score of the first source among `verifiers` that scores the row; NaN
+        where it gave none, or there is no such source.
+        """
+        first = torch.full_like(self.stopped, math.nan, dtype=torch.float64)
+        for name in reversed(verifiers):
+            first = torch.where(self.scored_by(name), self.reward_components[name], first)
+        return first
+
     def collate(self, chosen: list[int]) -> tuple[Tensor, Tensor]:
         """Return some of the responses behind their queries, as `collate` lays them out;
         observations are not set.
@@ -409,7 +418,8 @@ class Experience:
     sampled: Batch  # all that were sampled, those that do not train included
     metrics: dict[str, float]
     sampled_tokens: int  # of prompts, too
-    # What the next rollout depends on: the "position" of its first prompt, see `take_prompts`.
+    # What the next rollout depends on: the "position" of its first prompt, see `take_prompts`, and
+    # with --pass_rates the "pass_rates", {place of a row: mean score of its last group}.
     state: dict
     unscored: str  # see the function of this name
     baselines: Tensor | None = None  # (N,), scores of the greedy responses (rloo.py)

@@ -2,6 +2,7 @@
 
 import atexit
 import dataclasses
+import math
 import threading
 from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Callable, Sequence
@@ -76,6 +77,8 @@ class Rollouts:
             self.run.fail(
                 f"--reward: no response of step {step} got a score from {experience.unscored}"
             )
+        if pass_rates := getattr(self.sampler.args, "pass_rates", None):
+            self._add_pass_rates(experience, *pass_rates)
         self.step = step
         for later in range(step + 1, min(step + self.async_steps, self.run.total_steps) + 1):
             if later not in self.ahead:
@@ -85,6 +88,28 @@ class Rollouts:
         if self.sampler.engine is not None:
             self.sampler.engine.sleep()
         return experience
+
+    def _add_pass_rates(self, experience: Experience, low: float, high: float) -> None:
+        """Add the mean scores of a step's groups to the pass rates of the steps before.
+
+        Steps come here in their order, whichever rollout ends first, so that the rates which a
+        later step sees do not depend on time.
+        """
+        batch = experience.sampled
+        size = self.sampler.args.group_size
+        scores = batch.verifier_scores(self.sampler.reward_sources.verifiers)
+        rates = dict(self.run.state.get("pass_rates", {}))
+        for sample, rate in zip(batch.samples[::size], scores.view(-1, size).nanmean(1).tolist()):
+            if not math.isnan(rate):
+                rates[sample.row["place"]] = rate
+        experience.state["pass_rates"] = rates
+        below = sum(rate < low for rate in rates.values()) / len(self.prompts)
+        above = sum(rate > high for rate in rates.values()) / len(self.prompts)
+        seen = len(rates) / len(self.prompts)
+        experience.metrics["pass_rates/below"] = below
+        experience.metrics["pass_rates/inside"] = seen - below - above
+        experience.metrics["pass_rates/above"] = above
+        experience.metrics["pass_rates/unseen"] = 1 - seen
 
     def _begin(self, step: int, state: dict) -> Future:
         """Begin the rollout of a later step in a thread of its own."""

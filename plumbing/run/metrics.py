@@ -60,12 +60,8 @@ def correct_responses(batch: Batch, reward_sources: RewardSources) -> Tensor:
     NaN where that verifier gave no score, or the row has no verifier: a failed reward does not mean
     a wrong response.
     """
-    correct = torch.full_like(batch.stopped, math.nan, dtype=torch.float64)
-    for name in reversed(reward_sources.verifiers):
-        scores = batch.reward_components[name]
-        right = ((scores >= 1) & batch.stopped).double().masked_fill(scores.isnan(), math.nan)
-        correct = torch.where(batch.scored_by(name), right, correct)
-    return correct
+    scores = batch.verifier_scores(reward_sources.verifiers)
+    return ((scores >= 1) & batch.stopped).double().masked_fill(scores.isnan(), math.nan)
 
 
 def conversation_metrics(batch: Batch) -> dict[str, float]:

@@ -139,8 +139,10 @@ class Run:
         before = self.state.get("rows")
         self.state["rows"] = [part._fingerprint for part in (rows, supervised) if part]
         if before not in (None, self.state["rows"]):
+            self.state.pop("pass_rates", None)  # by the places of the rows
             utils.warn(
-                "--resume: the rows to train on, or what encodes them, have changed: they may come in another order"
+                "--resume: the rows to train on, or what encodes them, have changed: they may come in "
+                "another order, and no prompt has a pass rate"
             )
 
     def steps(self) -> Iterator[int]:

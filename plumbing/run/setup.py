@@ -96,6 +96,9 @@ def set_up(
     scored = eval_prompts if learn else prompts
     reward_sources = RewardSources(args, tokenizer, scored, conversations is not None)
 
+    if getattr(args, "pass_rates", None) and not reward_sources.verifiers:
+        raise utils.UserError("--pass_rates: no source of --reward tells right from wrong")
+
     precision = loading.precision(args.precision, world.device)
     sharding = Sharding(args, world, precision)
     policy, wrapped = loading.load_policy(args, make_policy, run.checkpoint, precision, sharding)
