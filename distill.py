@@ -225,6 +225,11 @@ class Args(
             "--tools, --environment and --agent require --on_policy_share 1",
         )
         yield (
+            not self.rollouts_from or not (self.tools or self.environment or self.agent),
+            "--rollouts_from excludes --tools, --environment and --agent: the files do not say which "
+            "conversations have failed",
+        )
+        yield (
             self.precision != "fp16",
             "--precision fp16 cannot scale the head's gradient in time; use bf16",
         )

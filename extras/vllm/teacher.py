@@ -75,7 +75,7 @@ class ServedTeacher:
         The requests of a rank are under way side by side. Raise Interrupted if a rank was asked to
         save and exit.
         """
-        places = [world.shard([*range(len(samples))], rank) for rank in range(world.size)]
+        places = world.shard([*range(len(samples))])
         answers: dict[int, Any] = {}
         free = asyncio.Semaphore(REQUESTS)
 
@@ -83,11 +83,10 @@ class ServedTeacher:
             async with free:
                 answers[place] = await self._logprobs(samples[place])
 
-        asyncio.run(run_all(map(ask, places[world.rank]), interrupted))
+        asyncio.run(run_all(map(ask, places), interrupted))
         if world.any(interrupted()):
             raise Interrupted
-        own = [answers[place] for place in places[world.rank]]
-        gathered = dict(zip(sum(places, []), world.all_gather(own)))
+        gathered = dict(world.all_gather([*answers.items()]))
         for place, sample in enumerate(samples):
             answer = gathered[place]
             if isinstance(answer, str):

@@ -192,7 +192,7 @@ def token_rows(
         known = sampled[i, :length]
         row: dict[str, Any] = {
             "sample": i,
-            "texts": token_texts(tokenizer, sample.response.tolist()),
+            "texts": token_texts(tokenizer, [*map(int, sample.response)]),
             "trains": (known & (i in updated)).int().tolist(),
         }
         of_sample = {name: x[i] for name, x in tokens.items()} | updated.get(i, {})
