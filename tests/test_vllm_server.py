@@ -172,26 +172,6 @@ def test_sync_brings_the_new_weights_to_all_servers(engine):
     assert servers.metrics()["rollout/sync_gb"] * 1e9 == 4 * numbers
 
 
-def test_adapters_go_to_all_servers(running, engine):
-    """Beside the base, which only the first sync brings."""
-    model = copy.deepcopy(engine[1])
-    add_lora(model, replace(ARGS, lora_rank=3))
-    adapter = 4 * sum(x.numel() for x in model.parameters() if x.requires_grad)
-    servers = connect(*running[0], lora_rank=3)
-    queries = prompts(8)
-    difference = lambda: largest_difference(
-        model, queries, *sample(servers, queries, list(range(8))), 0.7
-    )
-    servers.sync(model, 0)
-    assert servers.synced > 10 * adapter and difference() < 1e-4
-    for seed in range(2):
-        perturb(model, seed, ".lora_")
-        assert difference() > 0.05
-        servers.sync(model, 0)
-        assert difference() < 1e-4 and adapter < servers.synced < 1.5 * adapter
-    assert not connect(*running[0], lora_rank=9).sends_adapter
-
-
 def test_weights_arrive_while_requests_run(engine):
     servers, model = engine
     args = replace(ARGS, max_response_length=200)
@@ -303,6 +283,26 @@ def test_a_server_teaches(engine, running, top_k):
         assert all(
             {*row.topk(min(top_k, size)).indices.tolist()} <= x for row, x in zip(expected, known)
         )
+
+
+def test_adapters_go_to_all_servers(running, engine):
+    """Beside the base, which only the first sync brings. A new connection ends that of `engine`."""
+    model = copy.deepcopy(engine[1])
+    add_lora(model, replace(ARGS, lora_rank=3))
+    adapter = 4 * sum(x.numel() for x in model.parameters() if x.requires_grad)
+    servers = connect(*running[0], lora_rank=3)
+    queries = prompts(8)
+    difference = lambda: largest_difference(
+        model, queries, *sample(servers, queries, list(range(8))), 0.7
+    )
+    servers.sync(model, 0)
+    assert servers.synced > 10 * adapter and difference() < 1e-4
+    for seed in range(2):
+        perturb(model, seed, ".lora_")
+        assert difference() > 0.05
+        servers.sync(model, 0)
+        assert difference() < 1e-4 and adapter < servers.synced < 1.5 * adapter
+    assert not connect(*running[0], lora_rank=9).sends_adapter
 
 
 @pytest.mark.parametrize("async_steps, ranks, lora_rank", [(0, 1, 4), (2, 2, 0)])

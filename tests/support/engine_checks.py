@@ -126,7 +126,7 @@ def sync_in_flight(engine, model, queries, args) -> tuple[float, float, int]:
         engine.sync(model, len(weights))
         weights.append(weights_of(model))
     worst = [0.0, 0.0]
-    assert len(ended) == len(queries)
+    assert len(ended) == len(queries), getattr(engine, "failure", "")
     for place, response, outputs in ended:
         given = torch.tensor(outputs["rollout_logprobs"])
         steps = torch.tensor(outputs["policy_steps"])
