@@ -741,6 +741,7 @@ def main(args: Args) -> None:
         if total["compared"] > 0:
             metrics |= mismatch_metrics(total, step, batch)
         run.log_samples(batch)
+        # `experience.state`: where the next rollout begins, also that of a resumed run.
         run.finish_step(
             metrics, experience.sampled_tokens, batch.trained_tokens, **experience.state
         )

@@ -958,7 +958,7 @@ def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) ->
         statistics = update_statistics(earlier, sums)
         batch.scores = final_scores(sums, batch.response_lengths, batch.stopped, statistics, args)
         has_signal = ~equal_scores(batch.scores.view(-1, args.group_size))  # (prompts,)
-        # For --filter_groups refill as long as groups are lacking; else 0.
+        # How many prompts a refill has to add; 0 ends the rollout.
         count = prompts_to_add(has_signal, latest, sampler)
         if not count:
             break
@@ -1184,6 +1184,7 @@ def main(args: Args) -> None:
         if updates:  # --kl_target is a mean over tokens; objective/kl is a sum over them
             adaptive_kl.update(total["mean_kl"] / total["responses"], len(trainable))
         run.log_samples(batch)
+        # `experience.state`: where the next rollout begins, also that of a resumed run.
         run.finish_step(
             metrics, experience.sampled_tokens, batch.trained_tokens, **experience.state
         )
