@@ -119,8 +119,8 @@ class Args(
     teacher_system_prompt: str = ""
     """System turn of the teacher's prompt, in place of any other one."""
     ref_refresh_every: NonNegativeInt = 0
-    """Steps between refreshes of the reference from the policy (TR-DPO, arXiv:2404.09656); 0 for
-    never."""
+    """Steps between refreshes of the reference, in distill.py of the teacher, from the policy
+    (TR-DPO, arXiv:2404.09656); 0 for never."""
     teacher_top_k: PositiveInt = 20
     """Most likely tokens of a teacher on a server that are compared one by one; all others count as
     one."""
@@ -140,7 +140,7 @@ class Args(
     alone."""
     teacher_temperature: PositiveFloat | None = None
     """Divides the logits of the teacher; default: --temperature."""
-    reward_weights = ()  # not a flag: nothing trains on scores
+    reward_weights = ()  # no flag here; what scores held-out responses reads it: () is 1 for each
 
     @property
     def is_served(self) -> bool:
@@ -231,7 +231,7 @@ class Args(
         )
         yield (
             self.precision != "fp16",
-            "--precision fp16 cannot scale the head's gradient in time; use bf16",
+            "--precision fp16: the head's gradient is computed before the loss is scaled; use bf16",
         )
 
 
@@ -292,7 +292,7 @@ def complete(tokens: Tensor, top_logprobs: Tensor, logprobs: Tensor) -> Tensor:
     unknown = torch.full_like(logprobs, -math.inf)
     known = unknown.scatter(-1, tokens, top_logprobs.to(logprobs.dtype))
     is_known = known > -math.inf
-    # A server's log-probabilities are float32: a rest below their rounding is not known.
+    # What the known probabilities leave of 1. A server sends float32, and less is its rounding.
     rest = (1 - known.exp().sum(-1, keepdim=True)).clamp(min=1e-7)
     of_student = logprobs.masked_fill(is_known, -math.inf).logsumexp(-1, keepdim=True)
     return torch.where(is_known, known, logprobs + rest.log() - of_student)
@@ -323,7 +323,9 @@ class Policy(nn.Module):
 
     @torch.no_grad()  # the head of a teacher may be the one that trains
     def teach(self, hidden: Tensor, part: slice) -> tuple:
-        """Return what a teacher says of a slice of the response tokens (n, V), see `statistics`."""
+        """Return the last two arguments of `statistics` for a slice of the response tokens: the
+        teacher's log-probabilities (n, V), and None.
+        """
         return self.logprobs(hidden[part], self.args.teacher_temperature or self.temperature), None
 
     def forward(
@@ -332,7 +334,7 @@ class Policy(nn.Module):
         response_mask: Tensor,
         rollout_logprobs: Tensor | None = None,
         teach: Callable | None = None,
-        teaches: bool = False,
+        as_teacher: bool = False,
     ) -> Any:
         """Return losses and statistics of the response tokens. The backward pass of the head runs
         here, too.
@@ -341,20 +343,20 @@ class Policy(nn.Module):
             input_ids: (N, L), query and response, padded on the right (causal attention never looks
                 there).
             response_mask: (N, L) bool, set on response tokens.
-            rollout_logprobs: (tokens,), which --estimator sampled reads; None in the first pass,
-                with which FSDP sets itself up.
-            teach: a function of a slice of the response tokens that returns what the teacher says of
-                them; None for no teacher.
-            teaches: return such a function, of this model, instead.
+            rollout_logprobs: (tokens,), which --estimator sampled reads; None in the pass that only
+                sets up FSDP.
+            teach: a function from a slice of the response tokens to the last two arguments of
+                `statistics`; None for no teacher.
+            as_teacher: return such a function of this model, in place of its losses.
         Returns:
             Tensors (tokens,) by name, those of `statistics`, one value per set entry of the mask,
             row by row, float32 or better. Only "losses" has a gradient, and it is right only if the
-            loss gives all tokens the same weight. A loss that uses another one raises an error.
+            loss gives all tokens the same weight. A loss that uses any other output raises an error.
         """
         rows, positions = response_mask.nonzero(as_tuple=True)
         # The hidden states at the positions before the response tokens predict them.
         hidden = last_hidden_states(self.model, input_ids)[rows, positions - 1]  # (tokens, H)
-        if teaches:
+        if as_teacher:
             return functools.partial(self.teach, hidden)
         labels = input_ids[response_mask]  # (tokens,)
         if rollout_logprobs is None:
@@ -367,14 +369,15 @@ class Policy(nn.Module):
         chunks = []
         hidden_gradients = []
         head_gradients = [torch.zeros_like(weight) for weight in weights]
-        for start in range(
-            0, max(1, len(labels)), CHUNK_TOKENS
-        ):  # one chunk if there are no tokens
+        # One empty chunk if there are no tokens.
+        for start in range(0, max(1, len(labels)), CHUNK_TOKENS):
             part = slice(start, start + CHUNK_TOKENS)
-            taught = () if teach is None else teach(part)
+            from_teacher = () if teach is None else teach(part)
             with torch.enable_grad():  # FSDP's first pass is without gradient
                 chunk = hidden[part].detach().requires_grad_()
-                outputs = self.statistics(chunk, labels[part], rollout_logprobs[part], *taught)
+                outputs = self.statistics(
+                    chunk, labels[part], rollout_logprobs[part], *from_teacher
+                )
                 chunk_gradient, *gradients = torch.autograd.grad(
                     outputs["losses"].sum(), [chunk, *weights]
                 )
@@ -384,9 +387,10 @@ class Policy(nn.Module):
             chunks.append({name: x.detach() for name, x in outputs.items()})
         outputs = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
         losses = outputs.pop("losses")
-        # The gradients of the summed losses are known. `linear` is a function of hidden states and
-        # weights with exactly these gradients, so the backward pass through DDP or FSDP gives them.
-        # The head's gradient belongs to no single token: each token carries an equal part of it.
+        # The loop above has computed the gradients g of the summed losses, by hidden states and by the
+        # head's weights. `linear` is the sum of x * g over these x: its gradients are g, and the
+        # backward pass through DDP or FSDP finds them there. A hidden state is of one token; of the
+        # head's g, each token carries an equal part.
         linear = (hidden * torch.cat(hidden_gradients)).sum(-1)  # (tokens,)
         for weight, gradient in zip(weights, head_gradients):
             linear = linear + (weight * gradient).sum() / max(1, len(labels))
@@ -423,6 +427,7 @@ class Policy(nn.Module):
         if teacher_tokens is not None:
             teacher_logprobs = complete(teacher_tokens, teacher_logprobs, student_logprobs.detach())
         if self.args.estimator == "exact":
+            # A teacher's head may have more rows than the vocabulary has tokens.
             known = teacher_logprobs[:, : student_logprobs.shape[-1]]
             outputs["losses"] = divergence(
                 student_logprobs, known, self.args.divergence, self.args.jsd_beta
@@ -464,7 +469,7 @@ def generate(
         queries: token ids. uniforms: (N, T) float64 in [0, 1), T >= all lengths, or None for greedy
             decoding.
         interrupted: called at every token; once it is true, there are no further responses.
-        lengths: maximum number of tokens of each response; None: --max_response_length.
+        lengths: maximum number of tokens of each response (N,); None: --max_response_length.
         stop_strings: transformers' StopStringCriteria, which ends a turn of a conversation as a
             stop token does.
     Yields:
@@ -477,8 +482,8 @@ def generate(
     prompt_of = [prompts.setdefault(tuple(query), len(prompts)) for query in queries]  # (N,)
     width = max(map(len, prompts))
     lengths = lengths or [args.max_response_length] * len(queries)
-    length = max(lengths)
-    ends = torch.tensor(lengths, device=device)  # (N,), where each response ends at the latest
+    max_length = max(lengths)
+    max_lengths = torch.tensor(lengths, device=device)  # (N,)
     # Pad with the first token of the prompt: a repetition penalty also reads padding.
     input_ids = torch.tensor(
         [prompt[:1] * (width - len(prompt)) + prompt for prompt in prompts], device=device
@@ -487,8 +492,10 @@ def generate(
         [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device
     )  # (P, width); later (n, tokens so far)
     positions = (attention.cumsum(1) - 1).clamp(0)
-    sequences = nn.functional.pad(input_ids[prompt_of], (0, length))  # (N, width + T)
-    outputs = {name: torch.zeros(len(queries), length, device=device) for name in ROLLOUT_OUTPUTS}
+    sequences = nn.functional.pad(input_ids[prompt_of], (0, max_length))  # (N, width + T)
+    outputs = {
+        name: torch.zeros(len(queries), max_length, device=device) for name in ROLLOUT_OUTPUTS
+    }
     processors = logits_processors(args, width, stop_ids, uniforms is not None, device)
     stops = torch.tensor(stop_ids, device=device)
     uniforms = None if uniforms is None else uniforms.to(device)
@@ -496,7 +503,7 @@ def generate(
     finished = torch.zeros_like(running, dtype=torch.bool)  # (n,)
     finished_count = 0  # rows that have finished and are still in the batch
     cache = None
-    for t in range(length):
+    for t in range(max_length):
         predicted = model(
             input_ids=input_ids,
             attention_mask=attention,
@@ -519,13 +526,13 @@ def generate(
             tokens = invert_distribution(token_logprobs.exp(), uniforms[running, t, None])
         sequences[running, width + t] = tokens[:, 0]
         outputs["rollout_logprobs"][running, t] = token_logprobs.gather(1, tokens)[:, 0]
-        ended = torch.isin(tokens[:, 0], stops) | (t + 1 == ends[running])
+        ended = torch.isin(tokens[:, 0], stops) | (t + 1 == max_lengths[running])
         if stop_strings is not None:
             ended |= stop_strings(sequences[running, width : width + t + 1], None)
-        new = running[ended & ~finished]  # places of the responses that end here
-        for place in new.tolist():
-            response = sequences[place, width : width + t + 1].tolist()
-            yield place, response, {name: x[place, : t + 1].tolist() for name, x in outputs.items()}
+        new = running[ended & ~finished]  # indices of the responses that end at this token
+        for index in new.tolist():
+            response = sequences[index, width : width + t + 1].tolist()
+            yield index, response, {name: x[index, : t + 1].tolist() for name, x in outputs.items()}
         finished |= ended
         finished_count += len(new)
         if finished_count == len(running) or interrupted():
@@ -572,7 +579,7 @@ def collect(
         if not asked:  # --on_policy_share 0: a row may be a conversation, whose mask has holes
             outputs["response_mask"] = row["mask"]
         text = sampler.tokenizer.decode(row["response"], skip_special_tokens=True)
-        scores = dict.fromkeys(reward_sources.sources, 0.0)  # as for rows that no source scores
+        scores = dict.fromkeys(reward_sources.sources, 0.0)  # what a row gets that no source scores
         samples.append(
             Sample(row, row["response"], outputs, stopped=True, text=text, scores=scores)
         )
@@ -590,15 +597,19 @@ def collect(
         metrics=metrics,
         sampled_tokens=sum(batch.lengths),
         state=state,
-        unscored="",
+        unscored="",  # no reward source has failed
     )
 
 
 def behind_teacher_prompts(batch: Batch, places: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the responses at some places (n, T) behind the teacher's prompts, as `collate` lays
-    them out.
+    """Return the responses of a micro-batch behind the teacher's prompts, as `collate` lays them
+    out.
+
+    Args:
+        places: (n, T), at each token the index of its response in `batch`.
     """
     samples = [batch.samples[i] for i in places[:, :1].flatten()]
+    # A context is (query, response, mask); only the query is another one.
     rows = [(x.row["teacher_query"], *x.contexts[0][1:]) for x in samples]
     return collate(rows, places.device)
 
@@ -631,7 +642,8 @@ def main(args: Args) -> None:
         teacher = parts.policy
     elif args.teacher:
         name = args.teacher
-        if args.ref_refresh_every and run.checkpoint:  # which holds the refreshed one
+        # A resumed run goes on with the teacher as it was last refreshed.
+        if args.ref_refresh_every and run.checkpoint:
             name = os.path.join(run.checkpoint, "teacher")
         teacher = loading.load_frozen(
             "--teacher", name, make_policy, parts.precision.frozen_dtype, parts.sharding
@@ -642,9 +654,8 @@ def main(args: Args) -> None:
     total_steps = count_steps(args.passes, parts.prompts, size)
     updates_per_step = utils.count_updates(size, args.mini_batch_size, args.num_epochs)
     optimizer = utils.Optimizer(parts.policy, args, total_steps, updates_per_step)
-    rollouts = parts.start(
-        functools.partial(collect, server=server), total_steps, {"": optimizer}
-    )  # by model; "": the policy
+    # Models and optimizers have names, and "" is that of the policy.
+    rollouts = parts.start(functools.partial(collect, server=server), total_steps, {"": optimizer})
 
     for step in run.steps():
         # ---- 1. rollout ----
@@ -655,12 +666,13 @@ def main(args: Args) -> None:
         # ---- 2. update: epochs, mini-batches (an optimizer step each), micro-batches ----
         run.phase("training")
         sums = utils.Sums(world)
-        # A server gives NaN for a response that it has not answered.
-        told = batch.tokens.get("teacher_logprobs", mask)
-        is_taught = told.isfinite().flatten(1).all(1).tolist()
+        # NaN where a server has not answered. Without a server nothing is missing, as in `mask`.
+        teacher_logprobs = batch.tokens.get("teacher_logprobs", mask)
+        is_taught = teacher_logprobs.isfinite().flatten(1).all(1).tolist()
         if not any(is_taught):
             run.fail(f"{server.failure}; no response of step {step} has any")
         if args.teacher_prompt or args.teacher_system_prompt:
+            # Each token's response, for `behind_teacher_prompts`: micro-batches carry it along.
             places = torch.arange(len(batch.samples), device=mask.device)
             batch.tokens["places"] = places[:, None].expand(mask.shape)
         trainable = [
@@ -686,7 +698,7 @@ def main(args: Args) -> None:
                     if "places" in micro:
                         inputs_of_teacher = behind_teacher_prompts(batch, micro["places"])
                     with torch.no_grad():
-                        teach = teacher(*inputs_of_teacher, teaches=True)
+                        teach = teacher(*inputs_of_teacher, as_teacher=True)
                     # The student's forward calls `teach`, which uses the teacher's head, by chunks.
                     if isinstance(teacher, FSDPModule):
                         teacher.unshard()
@@ -694,10 +706,10 @@ def main(args: Args) -> None:
                 loss = masked_sum(out["losses"], m) / token_count
                 optimizer.backward(loss)
                 sums.add(loss=loss)
-                sums.add(m, tokens=m, **out)
+                sums.add(m, tokens=m, **out)  # "losses" is a sum over tokens, "loss" a mean
                 micro.update(out)  # what is added to `micro` goes to tokens.jsonl
                 if number == 0:  # with the weights that sampled
-                    # NaN where the response is the data set's: no policy has sampled it.
+                    # Leave out responses of the data set: no policy has sampled them (NaN).
                     micro["response_mask"] = m & micro["rollout_logprobs"].isfinite()
                     add_rollout(sums, micro, out["logprobs"])
             optimizer.step()
@@ -725,9 +737,11 @@ def main(args: Args) -> None:
             metrics["objective/divergence"] = total["losses"] / total["tokens"]
             metrics["teacher/entropy_avg"] = total["teacher_entropies"] / total["tokens"]
             metrics["teacher/same_top_token"] = total["same_top"] / total["tokens"]
-        if total["compared"] > 0:  # not where the first mini-batch is the data set's
+        # The tokens that `add_rollout` has compared: none where the student sampled none of them.
+        if total["compared"] > 0:
             metrics |= mismatch_metrics(total, step, batch)
         run.log_samples(batch)
+        # `experience.state`: where the next rollout begins, also that of a resumed run.
         run.finish_step(
             metrics, experience.sampled_tokens, batch.trained_tokens, **experience.state
         )

@@ -3,7 +3,7 @@
 Sample a response to each prompt and score it. Each token gets the reward r_t = -beta * KL_t; the
 last token also gets the score:
 
-    delta_t = r_t + gamma * V_t+1 - V_t     A_t = delta_t + gamma * lambda * A_t+1     returns R_t = A_t + V_t
+    delta_t = r_t + gamma * V_{t+1} - V_t   A_t = delta_t + gamma * lambda * A_{t+1}   returns R_t = A_t + V_t
     actor:  mean of max(-A * ratio, -A * clip(ratio, 1 - low, 1 + high))               ratio = pi / pi_old, A whitened
     critic: 0.5 * mean of max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2)
 
@@ -47,8 +47,8 @@ from transformers import PreTrainedModel
 import utils
 from plumbing import cli
 from plumbing.cli import (
-    Factor,
-    Fraction,
+    Factor,  # a number of at least 1
+    Fraction,  # from 0 to 1
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -150,9 +150,9 @@ class Args(
     whiten_advantages: bool = True
     """Whiten the advantages over all response tokens of the step."""
     pf_ppo: Literal["none", "pow", "max_min", "max_random"] = "none"
-    """PF-PPO: resample the responses to train on, weighted by |score| (pow), from the best and the
-    worst alike (max_min), or half of them from the best (max_random); among the responses to a
-    prompt or, with --group_size 1, of the step."""
+    """PF-PPO: draw the responses to train on, with replacement, from those to the same prompt or,
+    with --group_size 1, from those of the step. pow: by |score|; max_min: a best one or a worst
+    one, with equal probability; max_random: a best one or any other, with equal probability."""
     loss_aggregation: Literal["token", "step_token", "sequence", "sequence_sum", "constant"] = (
         "token"
     )
@@ -171,9 +171,10 @@ class Args(
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus."""
     entropy_target: NonNegativeFloat = 0.0
-    """Mean entropy per token to which the weight of the bonus is steered, from --entropy_coef on:
-    after each step by 0.005, within 0 and 1; a step after one above the target has no bonus
-    (Skywork-OR1, arXiv:2505.22312). 0 keeps the weight fixed."""
+    """Target of the mean entropy per token (Skywork-OR1, arXiv:2505.22312). The weight of the bonus
+    starts at --entropy_coef. After a step below the target it rises by 0.005, else it falls by
+    0.005, within 0 and 1. If a step was above the target, the next one has no bonus. 0 keeps the
+    weight fixed."""
 
     kl_coef: NonNegativeFloat = 0.001
     """Weight beta of the KL to the reference; 0 loads no reference model."""
@@ -187,8 +188,8 @@ class Args(
     kl_horizon: PositiveInt = 10_000
     """Responses in which --kl_target changes beta by about 20 percent at most."""
     ref_refresh_every: NonNegativeInt = 0
-    """Steps between refreshes of the reference from the policy (TR-DPO, arXiv:2404.09656); 0 for
-    never."""
+    """Steps between refreshes of the reference, in distill.py of the teacher, from the policy
+    (TR-DPO, arXiv:2404.09656); 0 for never."""
     rollout_correction: Literal["none", "truncate", "mask", "sequence_mask", "geometric"] | None = (
         None
     )
@@ -265,8 +266,8 @@ class Args(
         )
         yield (
             self.filter_groups != "refill" or self.async_steps < 2,
-            "--filter_groups refill requires --async_steps 0 or 1: at which prompt the "
-            "next step begins is known only once a step has sampled",
+            "--filter_groups refill requires --async_steps 0 or 1: the first prompt "
+            "of a step is known only after the step before has sampled",
         )
         yield (
             not self.turn_rewards or ("episode" in self.reward and (not self.reward_normalization)),
@@ -296,7 +297,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
 
     With d = logprobs - ref_logprobs; on the right, the mean gradient of each as a loss, on policy:
         k1 = d                   zero
-        abs = |d|
+        abs = |d|                that of the sum of |p - p_ref| over the vocabulary
         k2 = d^2 / 2             that of the reverse KL
         k3 = exp(-d) + d - 1     that of the forward KL (used by DeepSeekMath)
     k3 clamps d at -20, so that exp stays finite. verl and OpenRLHF also clamp the value of k3 at
@@ -442,7 +443,7 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
     """
     error = (returns - values)[mask].double()
     target = returns[mask].double()
-    # A difference of float32's rounding does not count.
+    # Returns that differ by no more than float32's rounding are equal.
     differ = len(target) > 1 and target.var() > 1e-10 * target.square().mean()
     return (1 - error.var() / target.var()).item() if differ else math.nan
 
@@ -462,6 +463,7 @@ def filter_weights(grouped: Tensor, kind: str) -> Tensor:
     scores = torch.where(scored, grouped, 0.0).double()
     best = scored & (scores == scores.masked_fill(~scored, -torch.inf).amax(1, keepdim=True))
     worst = scored & (scores == scores.masked_fill(~scored, torch.inf).amin(1, keepdim=True))
+    # Rows that add up to 1; a row of zeros stays as it is.
     normalise = lambda rows: rows / rows.sum(1, keepdim=True).clamp(min=1)
     if kind == "pow":
         # Divided by the largest, so that the sum neither overflows nor rounds to 0.
@@ -471,19 +473,19 @@ def filter_weights(grouped: Tensor, kind: str) -> Tensor:
         weights = normalise(best.double()) + normalise(worst.double())
     else:
         weights = normalise(best.double()) + normalise((scored & ~best).double())
-    # Without any weight: uniform over the scored responses; without those, over all.
+    # A row of zeros becomes uniform over its scored responses, or over all if none is scored.
     for fallback in (scored, torch.ones_like(scored)):
         weights = torch.where(weights.sum(1, keepdim=True) > 0, weights, fallback.double())
     return weights / weights.sum(1, keepdim=True)
 
 
 def resample(weights: Tensor, generator: np.random.Generator) -> list[int]:
-    """Draw from each row of weights (P, G) as many of its entries as it has, with replacement, by
-    NumPy's generator: P * G flat indices.
+    """Draw G entries with replacement from each row of weights (P, G), by NumPy's generator; return
+    their P * G flat indices.
     """
     size = weights.shape[1]
-    rows = enumerate(weights.tolist())
-    return [p * size + i for p, row in rows for i in generator.choice(size, size, p=row).tolist()]
+    draws = [generator.choice(size, size, p=row) for row in weights.tolist()]  # P of (G,)
+    return [p * size + i for p, row in enumerate(draws) for i in row.tolist()]
 
 
 def old_policy(args: Args, correction: str, updates_per_step: int) -> str:
@@ -550,8 +552,9 @@ def off_policy_mask(
 def loss_reduction(
     how: str, mask: Tensor, mini: list[int], updates: list[tuple[int, list[int]]], max_length: int
 ) -> Callable:
-    """Return a function that makes one number of the token losses of a micro-batch: (x, mask), each
-    (n, T), -> its share of the loss of an update, with counts over all ranks and micro-batches.
+    """Return a function (x, m) that makes one number of the token losses x (n, T) of a micro-batch
+    and its mask m (n, T): its share of the loss of an update, with counts over all ranks and
+    micro-batches.
 
     Args:
         how: "token" = sum / tokens of the update; "step_token" = sum / mean number of tokens of an
@@ -569,7 +572,7 @@ def loss_reduction(
     elif how == "constant":
         divisor *= max_length
     of_response = masked_mean if how == "sequence" else masked_sum
-    return lambda x, mask: of_response(x, mask, 1).sum() / divisor
+    return lambda x, m: of_response(x, m, 1).sum() / divisor
 
 
 def entropy_from_logprobs(logprobs: Tensor) -> Tensor:
@@ -662,7 +665,7 @@ class Critic(nn.Module):
 
     def __init__(self, scalar: loading.ScalarModel):
         super().__init__()
-        self.scalar = scalar
+        self.scalar = scalar  # a language model with a head of one output
 
     def forward(self, input_ids: Tensor, response_mask: Tensor) -> dict[str, Tensor]:
         """Return "values" (tokens,): of the set entries of the mask, row by row, each read at the
@@ -672,6 +675,8 @@ class Critic(nn.Module):
             input_ids: (N, L), padded on the right. response_mask: (N, L) bool, set on response
                 tokens.
         """
+        # Set at the position before each response token; the first one is of the query, so that
+        # `roll` carries nothing to the end.
         return {"values": self.scalar(input_ids, response_mask.roll(-1, 1))}
 
 
@@ -682,8 +687,9 @@ def load_critic(
     zeros.
     """
     # With LoRA the base is loaded as in a new run; `Run.start` loads the checkpoint's adapter.
-    saved = os.path.join(checkpoint, "critic") if checkpoint and not args.lora_rank else None
-    name = saved or args.value_model or args.model
+    name = args.value_model or args.model
+    if checkpoint and not args.lora_rank:
+        name = os.path.join(checkpoint, "critic")
     scalar, new_head = loading.load_scalar_model("--value_model", name, dtype, device)
     if new_head:
         nn.init.zeros_(scalar.model.score.weight)
@@ -693,9 +699,10 @@ def load_critic(
 
 def critic_size_and_epochs(args: Args) -> tuple[int, int]:
     """Return --mini_batch_size and --num_epochs of the critic."""
-    size = args.critic_mini_batch_size or args.mini_batch_size
-    epochs = args.critic_num_epochs or args.num_epochs
-    return size, epochs
+    return (
+        args.critic_mini_batch_size or args.mini_batch_size,
+        args.critic_num_epochs or args.num_epochs,
+    )
 
 
 def update_critic(
@@ -738,7 +745,8 @@ def ptx_losses(
     """Yield this rank's shares, one a micro-batch, of the cross-entropy per token on the rows of
     --ptx_dataset for an update (PTX: arXiv:2203.02155, eq. 2).
 
-    The backward passes of the policy's loss, which follow, average the gradient over the ranks.
+    The ranks do not average the gradient here: the backward passes of the policy's loss follow, and
+    the last of them averages the sum of both.
 
     Args:
         prompts: all rows of --ptx_dataset, with responses.
@@ -783,7 +791,7 @@ def generate(
         queries: token ids. uniforms: (N, T) float64 in [0, 1), T >= all lengths, or None for greedy
             decoding.
         interrupted: called at every token; once it is true, there are no further responses.
-        lengths: maximum number of tokens of each response; None: --max_response_length.
+        lengths: maximum number of tokens of each response (N,); None: --max_response_length.
         stop_strings: transformers' StopStringCriteria, which ends a turn of a conversation as a
             stop token does.
     Yields:
@@ -796,8 +804,8 @@ def generate(
     prompt_of = [prompts.setdefault(tuple(query), len(prompts)) for query in queries]  # (N,)
     width = max(map(len, prompts))
     lengths = lengths or [args.max_response_length] * len(queries)
-    length = max(lengths)
-    ends = torch.tensor(lengths, device=device)  # (N,), where each response ends at the latest
+    max_length = max(lengths)
+    max_lengths = torch.tensor(lengths, device=device)  # (N,)
     # Pad with the first token of the prompt: a repetition penalty also reads padding.
     input_ids = torch.tensor(
         [prompt[:1] * (width - len(prompt)) + prompt for prompt in prompts], device=device
@@ -806,8 +814,10 @@ def generate(
         [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device
     )  # (P, width); later (n, tokens so far)
     positions = (attention.cumsum(1) - 1).clamp(0)
-    sequences = nn.functional.pad(input_ids[prompt_of], (0, length))  # (N, width + T)
-    outputs = {name: torch.zeros(len(queries), length, device=device) for name in ROLLOUT_OUTPUTS}
+    sequences = nn.functional.pad(input_ids[prompt_of], (0, max_length))  # (N, width + T)
+    outputs = {
+        name: torch.zeros(len(queries), max_length, device=device) for name in ROLLOUT_OUTPUTS
+    }
     processors = logits_processors(args, width, stop_ids, uniforms is not None, device)
     stops = torch.tensor(stop_ids, device=device)
     uniforms = None if uniforms is None else uniforms.to(device)
@@ -815,7 +825,7 @@ def generate(
     finished = torch.zeros_like(running, dtype=torch.bool)  # (n,)
     finished_count = 0  # rows that have finished and are still in the batch
     cache = None
-    for t in range(length):
+    for t in range(max_length):
         predicted = model(
             input_ids=input_ids,
             attention_mask=attention,
@@ -838,13 +848,13 @@ def generate(
             tokens = invert_distribution(token_logprobs.exp(), uniforms[running, t, None])
         sequences[running, width + t] = tokens[:, 0]
         outputs["rollout_logprobs"][running, t] = token_logprobs.gather(1, tokens)[:, 0]
-        ended = torch.isin(tokens[:, 0], stops) | (t + 1 == ends[running])
+        ended = torch.isin(tokens[:, 0], stops) | (t + 1 == max_lengths[running])
         if stop_strings is not None:
             ended |= stop_strings(sequences[running, width : width + t + 1], None)
-        new = running[ended & ~finished]  # places of the responses that end here
-        for place in new.tolist():
-            response = sequences[place, width : width + t + 1].tolist()
-            yield place, response, {name: x[place, : t + 1].tolist() for name, x in outputs.items()}
+        new = running[ended & ~finished]  # indices of the responses that end at this token
+        for index in new.tolist():
+            response = sequences[index, width : width + t + 1].tolist()
+            yield index, response, {name: x[index, : t + 1].tolist() for name, x in outputs.items()}
         finished |= ended
         finished_count += len(new)
         if finished_count == len(running) or interrupted():
@@ -938,7 +948,7 @@ def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) ->
     earlier = state.get("score_statistics", [0.0, 0.0, 0.0])  # of the steps before
     for refill in range(1 + MAX_REFILLS):
         rows = next_prompts(prompts, step, state, position, count, args)
-        # The first key is that of a run without refills, which then samples the same responses.
+        # The first round has the key of a run without refills, and so the same responses.
         key = ("rollout", args.seed, step, refill) if refill else ("rollout", args.seed, step)
         latest = sampler.rollout(rows, args.group_size, key)
         position += count
@@ -948,7 +958,8 @@ def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) ->
         statistics = update_statistics(earlier, sums)
         batch.scores = final_scores(sums, batch.response_lengths, batch.stopped, statistics, args)
         has_signal = ~equal_scores(batch.scores.view(-1, args.group_size))  # (prompts,)
-        count = prompts_to_add(has_signal, latest, sampler)  # above 0 only for a refill
+        # How many prompts a refill has to add; 0 ends the rollout.
+        count = prompts_to_add(has_signal, latest, sampler)
         if not count:
             break
     experience = select_groups(batch, has_signal, sampler, step, position)
@@ -971,14 +982,15 @@ def policy_metrics(total: dict[str, float], scores: Tensor, kl_coef: float) -> d
     """Return the logged objectives of a step.
 
     Args:
-        total: of `utils.Sums`, NaN for what was never added. "kl", "surprisal" and "responses"
-            count each response once, sums over tokens ("tokens", "entropy" and so on) once per
-            epoch.
+        total: of `utils.Sums`; a name that was never added is not `in` it, and reads as NaN. "kl",
+            "surprisal" and "responses" count each response once, sums over tokens ("tokens",
+            "entropy" and so on) once per epoch.
         scores: (N,), of all responses that were sampled. kl_coef: beta of the step.
     """
     tokens = total["tokens"]
     mean_score = scores.nanmean().item()
-    kl = total["kl"] / total["responses"]  # NaN without a reference
+    # NaN without a reference; below, `if kl_coef` then keeps it out of the reward.
+    kl = total["kl"] / total["responses"]
     return {
         "objective/scores": mean_score,
         "objective/kl": kl,  # mean over responses of the sum over tokens
@@ -1021,7 +1033,7 @@ def main(args: Args) -> None:
     estimate_kl = functools.partial(kl_estimate, estimator=args.kl_estimator)
     # `sampler.correction`: --rollout_correction, or its default for the engine.
     pi_old = old_policy(args, sampler.correction, updates_per_step)
-    # PF-PPO logs the KL of all responses, drawn for training or not, so not in the updates.
+    # With PF-PPO the KL is logged before the updates, which may draw a response never or twice.
     needs_start_logprobs = pi_old == "start" or kl_in == "reward" or args.pf_ppo != "none"
     optimizers = {"": optimizer, "critic": critic_optimizer}
     rollouts = parts.start(collect, total_steps, optimizers)
@@ -1032,7 +1044,8 @@ def main(args: Args) -> None:
         # ---- 1. rollout ----
         run.phase("rollout")
         experience = rollouts.take(step)
-        # Of all ranks, the same on each: `experience.sampled` without what --filter_groups drops.
+        # The responses of all ranks, the same on every rank: `experience.sampled` holds all of them,
+        # `batch` lacks those that --filter_groups drops.
         batch = experience.batch
         mask = batch.response_mask  # (N, T)
         scores = batch.scores  # (N,)
@@ -1077,8 +1090,8 @@ def main(args: Args) -> None:
         # ---- 4. updates of critic and policy: epochs, mini-batches (an optimizer step each) ----
         run.phase("training")
         sums = update_critic(wrapped_critic, critic_optimizer, batch, drawn, args, step, world)
-        if args.pf_ppo != "none":  # logs each response once, however often it was drawn
-            local = world.shard(trainable)  # of this rank
+        if args.pf_ppo != "none":  # log each response once, however often it was drawn
+            local = world.shard(trainable)  # each rank adds its share to the sums
             mine = {name: x[local] for name, x in batch.tokens.items()}
             add_rollout(sums, mine, mine["start_logprobs"], estimate_kl)
         updates = []  # of the policy: none while the critic warms up
@@ -1101,15 +1114,15 @@ def main(args: Args) -> None:
                 set_gradient_sync(wrapped, last)
                 out = forward_tokens(wrapped, inputs, m, entropy=True)
                 logprobs = out["logprobs"]
-                # Without "start_logprobs", pi_old is "current" (no update yet: `logprobs` equal
-                # them) or "sampler" (then only the log reads them).
+                # If they were not computed: with pi_old "current", no update has come before, and
+                # `logprobs` are the same; with pi_old "sampler", only the log reads them.
                 start_logprobs = micro.get("start_logprobs", logprobs.detach())
                 by_sampler = micro["rollout_logprobs"]
                 old_logprobs = by_sampler if pi_old == "sampler" else start_logprobs
                 weights = correction_weights(
                     old_logprobs, by_sampler, m, sampler.correction, sampler.correction_cap
                 )
-                counts = off_policy_mask(
+                in_loss = off_policy_mask(
                     logprobs, by_sampler, micro["advantages"], m, args.off_policy_delta
                 )
                 token_losses, clipped = clipped_loss(
@@ -1119,7 +1132,7 @@ def main(args: Args) -> None:
                     args.clip_high,
                     args.dual_clip,
                 )
-                loss = policy_term = reduce_loss(token_losses * weights * counts, m)
+                loss = policy_term = reduce_loss(token_losses * weights * in_loss, m)
                 if entropy_coef:
                     loss = loss - entropy_coef * reduce_loss(out["entropies"], m)
                 if kl_in == "loss":
@@ -1129,14 +1142,14 @@ def main(args: Args) -> None:
                 sums.add(policy_loss=policy_term / len(updates), loss=loss / len(updates))
                 sums.add(m, tokens=m, entropy=out["entropies"], clipped=clipped, weights=weights)
                 sums.add(m, approxkl=(logprobs - old_logprobs).square() / 2)
-                # What is added to `micro` goes to tokens.jsonl.
+                # tokens.jsonl logs what `micro` holds.
                 micro.update(start_logprobs=start_logprobs, entropies=out["entropies"])
-                micro.update(weights=weights * counts, clipped=clipped)
+                micro.update(weights=weights * in_loss, clipped=clipped)
                 if args.rollout_correction or args.off_policy_delta:
-                    sums.add(m, left_out=weights * counts == 0)
+                    sums.add(m, left_out=weights * in_loss == 0)
                 # Logged once per response: surprisal, KL, trainer - sampler.
                 if epoch == 0 and args.pf_ppo == "none":
-                    # Whether this step had already updated the weights that gave `start_logprobs`.
+                    # Whether `start_logprobs` come from weights that this step had already updated.
                     updated = number > 0 and not needs_start_logprobs
                     add_rollout(sums, micro, start_logprobs, estimate_kl, updated)
             optimizer.step()
@@ -1171,6 +1184,7 @@ def main(args: Args) -> None:
         if updates:  # --kl_target is a mean over tokens; objective/kl is a sum over them
             adaptive_kl.update(total["mean_kl"] / total["responses"], len(trainable))
         run.log_samples(batch)
+        # `experience.state`: where the next rollout begins, also that of a resumed run.
         run.finish_step(
             metrics, experience.sampled_tokens, batch.trained_tokens, **experience.state
         )

@@ -42,7 +42,7 @@ import utils
 from plumbing import cli
 from plumbing.cli import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from plumbing.data.mixture import count_steps, take_prompts
-from plumbing.data.pairs import SIDES, TEXTS, load_train_and_eval_pairs
+from plumbing.data.pairs import SIDES, TEXTS, load_train_and_eval_pairs  # keys of ids, of texts
 from plumbing.models import loading
 from plumbing.models.sharding import Sharding, set_gradient_sync
 from plumbing.models.tokenizer import load_tokenizer_and_stop_ids
@@ -156,7 +156,7 @@ def score_pairs(
     """Return scores of chosen and rejected sides (P, 2) float64, computed on all ranks; raise
     Interrupted once one of them is asked to save and exit.
     """
-    local: list[tuple] = []
+    local: list[tuple] = []  # of this rank: (index of the pair, its two scores)
     for cut in cut_pairs(pairs, budget, world):
         if interrupt.agreed():
             raise utils.Interrupted
@@ -187,15 +187,18 @@ def load_scorer(
     """Load --model, or the checkpoint folder `saved`, with a head of one output; a new head is
     random (choice 1).
     """
+    # With LoRA the base is loaded as in a new run; `Run.start` loads the checkpoint's adapter.
     scorer, new_head = loading.load_scalar_model(
-        "--model", args.model if args.lora_rank else saved or args.model, dtype, device
+        "--model", saved if saved and not args.lora_rank else args.model, dtype, device
     )
     config = scorer.model.config
     head = scorer.model.score.weight.data
     loading.add_adapter(scorer.model, args)
-    # transformers' forward reads it, and would treat a stop token that is the pad token as padding.
+    # transformers' forward looks for the pad token, and would take a stop token of the same id for
+    # padding.
     config.pad_token_id = None if tokenizer.pad_token_id in stop_ids else tokenizer.pad_token_id
-    config.score_token = stop_ids[0]  # tells code that scores text at which token to read
+    # Read by code that scores text: the score is that at this token.
+    config.score_token = stop_ids[0]
     if not saved:  # statistics that --model brought are not of this model
         for name in ("score_mean", "score_std"):
             vars(config).pop(name, None)
@@ -252,7 +255,7 @@ def main(args: Args) -> None:
         position = run.state.get("position", 0)
         batch = take_prompts(pairs, position, args.batch_size, args.seed)
         total = torch.zeros((), dtype=torch.float64, device=world.device)
-        local: list[tuple] = []
+        local: list[tuple] = []  # of this rank: (index of the pair, its two scores)
         cuts = cut_pairs(batch, args.micro_batch_tokens, world)
         for number, cut in enumerate(cuts, 1):
             micro = [batch[i] for i in cut]

@@ -48,8 +48,8 @@ from transformers import PreTrainedModel
 import utils
 from plumbing import cli
 from plumbing.cli import (
-    Factor,
-    Fraction,
+    Factor,  # a number of at least 1
+    Fraction,  # from 0 to 1
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -143,9 +143,10 @@ class Args(
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus."""
     entropy_target: NonNegativeFloat = 0.0
-    """Mean entropy per token to which the weight of the bonus is steered, from --entropy_coef on:
-    after each step by 0.005, within 0 and 1; a step after one above the target has no bonus
-    (Skywork-OR1, arXiv:2505.22312). 0 keeps the weight fixed."""
+    """Target of the mean entropy per token (Skywork-OR1, arXiv:2505.22312). The weight of the bonus
+    starts at --entropy_coef. After a step below the target it rises by 0.005, else it falls by
+    0.005, within 0 and 1. If a step was above the target, the next one has no bonus. 0 keeps the
+    weight fixed."""
 
     kl_coef: NonNegativeFloat = 0.001
     """Weight beta of the KL to the reference; 0 loads no reference model."""
@@ -159,8 +160,8 @@ class Args(
     kl_horizon: PositiveInt = 10_000
     """Responses in which --kl_target changes beta by about 20 percent at most."""
     ref_refresh_every: NonNegativeInt = 0
-    """Steps between refreshes of the reference from the policy (TR-DPO, arXiv:2404.09656); 0 for
-    never."""
+    """Steps between refreshes of the reference, in distill.py of the teacher, from the policy
+    (TR-DPO, arXiv:2404.09656); 0 for never."""
     rollout_correction: Literal["none", "truncate", "mask", "sequence_mask", "geometric"] | None = (
         None
     )
@@ -185,8 +186,8 @@ class Args(
     """Soft overlong penalty: over this many last tokens before --max_response_length the score
     falls linearly by up to 1 (DAPO, arXiv:2503.14476, eq. 13); 0 for none."""
     length_penalty: NonNegativeFloat = 0.0
-    """Subtract from each score this times the mean score of its group times its length / that of
-    the longest of the group, in tokens of the model; 0 for none."""
+    """Subtract from each score: this * mean score of its group * its length / greatest length in
+    its group, with lengths in tokens of the model. 0 for none."""
     mask_truncated: bool = False
     """Leave responses without a stop token out of the loss and of their group's baseline; they get
     no penalty."""
@@ -216,8 +217,8 @@ class Args(
         )
         yield (
             self.filter_groups != "refill" or self.async_steps < 2,
-            "--filter_groups refill requires --async_steps 0 or 1: at which prompt the "
-            "next step begins is known only once a step has sampled",
+            "--filter_groups refill requires --async_steps 0 or 1: the first prompt "
+            "of a step is known only after the step before has sampled",
         )
         yield (
             not self.length_penalty or (self.group_size >= 2 and self.advantage != "remax"),
@@ -255,7 +256,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
 
     With d = logprobs - ref_logprobs; on the right, the mean gradient of each as a loss, on policy:
         k1 = d                   zero
-        abs = |d|
+        abs = |d|                that of the sum of |p - p_ref| over the vocabulary
         k2 = d^2 / 2             that of the reverse KL
         k3 = exp(-d) + d - 1     that of the forward KL (used by DeepSeekMath)
     k3 clamps d at -20, so that exp stays finite. verl and OpenRLHF also clamp the value of k3 at
@@ -449,8 +450,9 @@ def off_policy_mask(
 def loss_reduction(
     how: str, mask: Tensor, mini: list[int], updates: list[tuple[int, list[int]]], max_length: int
 ) -> Callable:
-    """Return a function that makes one number of the token losses of a micro-batch: (x, mask), each
-    (n, T), -> its share of the loss of an update, with counts over all ranks and micro-batches.
+    """Return a function (x, m) that makes one number of the token losses x (n, T) of a micro-batch
+    and its mask m (n, T): its share of the loss of an update, with counts over all ranks and
+    micro-batches.
 
     Args:
         how: "token" = sum / tokens of the update; "step_token" = sum / mean number of tokens of an
@@ -468,7 +470,7 @@ def loss_reduction(
     elif how == "constant":
         divisor *= max_length
     of_response = masked_mean if how == "sequence" else masked_sum
-    return lambda x, mask: of_response(x, mask, 1).sum() / divisor
+    return lambda x, m: of_response(x, m, 1).sum() / divisor
 
 
 def entropy_from_logprobs(logprobs: Tensor) -> Tensor:
@@ -570,7 +572,7 @@ def generate(
         queries: token ids. uniforms: (N, T) float64 in [0, 1), T >= all lengths, or None for greedy
             decoding.
         interrupted: called at every token; once it is true, there are no further responses.
-        lengths: maximum number of tokens of each response; None: --max_response_length.
+        lengths: maximum number of tokens of each response (N,); None: --max_response_length.
         stop_strings: transformers' StopStringCriteria, which ends a turn of a conversation as a
             stop token does.
     Yields:
@@ -583,8 +585,8 @@ def generate(
     prompt_of = [prompts.setdefault(tuple(query), len(prompts)) for query in queries]  # (N,)
     width = max(map(len, prompts))
     lengths = lengths or [args.max_response_length] * len(queries)
-    length = max(lengths)
-    ends = torch.tensor(lengths, device=device)  # (N,), where each response ends at the latest
+    max_length = max(lengths)
+    max_lengths = torch.tensor(lengths, device=device)  # (N,)
     # Pad with the first token of the prompt: a repetition penalty also reads padding.
     input_ids = torch.tensor(
         [prompt[:1] * (width - len(prompt)) + prompt for prompt in prompts], device=device
@@ -593,8 +595,10 @@ def generate(
         [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device
     )  # (P, width); later (n, tokens so far)
     positions = (attention.cumsum(1) - 1).clamp(0)
-    sequences = nn.functional.pad(input_ids[prompt_of], (0, length))  # (N, width + T)
-    outputs = {name: torch.zeros(len(queries), length, device=device) for name in ROLLOUT_OUTPUTS}
+    sequences = nn.functional.pad(input_ids[prompt_of], (0, max_length))  # (N, width + T)
+    outputs = {
+        name: torch.zeros(len(queries), max_length, device=device) for name in ROLLOUT_OUTPUTS
+    }
     processors = logits_processors(args, width, stop_ids, uniforms is not None, device)
     stops = torch.tensor(stop_ids, device=device)
     uniforms = None if uniforms is None else uniforms.to(device)
@@ -602,7 +606,7 @@ def generate(
     finished = torch.zeros_like(running, dtype=torch.bool)  # (n,)
     finished_count = 0  # rows that have finished and are still in the batch
     cache = None
-    for t in range(length):
+    for t in range(max_length):
         predicted = model(
             input_ids=input_ids,
             attention_mask=attention,
@@ -625,13 +629,13 @@ def generate(
             tokens = invert_distribution(token_logprobs.exp(), uniforms[running, t, None])
         sequences[running, width + t] = tokens[:, 0]
         outputs["rollout_logprobs"][running, t] = token_logprobs.gather(1, tokens)[:, 0]
-        ended = torch.isin(tokens[:, 0], stops) | (t + 1 == ends[running])
+        ended = torch.isin(tokens[:, 0], stops) | (t + 1 == max_lengths[running])
         if stop_strings is not None:
             ended |= stop_strings(sequences[running, width : width + t + 1], None)
-        new = running[ended & ~finished]  # places of the responses that end here
-        for place in new.tolist():
-            response = sequences[place, width : width + t + 1].tolist()
-            yield place, response, {name: x[place, : t + 1].tolist() for name, x in outputs.items()}
+        new = running[ended & ~finished]  # indices of the responses that end at this token
+        for index in new.tolist():
+            response = sequences[index, width : width + t + 1].tolist()
+            yield index, response, {name: x[index, : t + 1].tolist() for name, x in outputs.items()}
         finished |= ended
         finished_count += len(new)
         if finished_count == len(running) or interrupted():
@@ -687,10 +691,11 @@ def final_scores(scores: Tensor, lengths: Tensor, stopped: Tensor, args: Args) -
 
 
 def length_penalties(scores: Tensor, lengths: Tensor, group_size: int, weight: float) -> Tensor:
-    """Return what --length_penalty subtracts: weight * mean of the group's scores * length / that
-    of the longest response of the group (after prime-rl).
+    """Return what --length_penalty subtracts: weight * mean of the group's scores * length /
+    greatest length in the group (after prime-rl).
 
-    A response without a score counts for neither, and a mean below 0 is 0: it would reward length.
+    A response without a score counts neither in the mean nor as the longest. A negative mean would
+    reward length, and counts as 0.
 
     Args:
         scores: (N,), as `final_scores` gives them. lengths: (N,), in tokens of the model.
@@ -718,7 +723,7 @@ def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) ->
     samples: list[Sample] = []
     for refill in range(1 + MAX_REFILLS):
         rows = next_prompts(prompts, step, state, position, count, args)
-        # The first key is that of a run without refills, which then samples the same responses.
+        # The first round has the key of a run without refills, and so the same responses.
         key = ("rollout", args.seed, step, refill) if refill else ("rollout", args.seed, step)
         latest = sampler.rollout(rows, args.group_size, key)
         position += count
@@ -734,25 +739,25 @@ def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) ->
             batch.scores = batch.scores - penalties
             batch.reward_components["length_penalty"] = -penalties  # for the log
         has_signal = ~equal_scores(batch.scores.view(-1, args.group_size))  # (prompts,)
-        count = prompts_to_add(has_signal, latest, sampler)  # above 0 only for a refill
+        # How many prompts a refill has to add; 0 ends the rollout.
+        count = prompts_to_add(has_signal, latest, sampler)
         if not count:
             break
     if args.advantage != "remax":
         return select_groups(batch, has_signal, sampler, step, position)
-    greedy = sampler.rollout(rows, 0, ("greedy", args.seed, step))  # 0: one greedy response each
+    greedy = sampler.rollout(rows, 0, ("greedy", args.seed, step))  # 0 samples: a greedy one
     sums = weighted_sum(greedy.reward_components, args)
     # --mask_truncated leaves no baseline out: a greedy response without a stop token keeps
     # its score, with the penalty.
     unmasked = dataclasses.replace(args, mask_truncated=False)
     baselines = final_scores(sums, greedy.response_lengths, greedy.stopped, unmasked)  # (prompts,)
-    missing = ~baselines.isfinite()
-    without = missing.repeat_interleave(args.group_size)  # (N,)
-    batch.scores = batch.scores.masked_fill(without, math.nan)
+    missing = ~baselines.isfinite()  # (prompts,); no response to these trains
+    batch.scores = batch.scores.masked_fill(missing.repeat_interleave(args.group_size), math.nan)
     experience = select_groups(batch, has_signal, sampler, step, position)
     experience.baselines = baselines.repeat_interleave(args.group_size)
     experience.metrics["val/missing_greedy_scores"] = int(missing.sum())
     experience.sampled_tokens += sum(greedy.lengths)
-    # The first reward source that gave no response a score, and why; "" if there is none.
+    # Why a reward source scored nothing at all: none of the samples, else no greedy response.
     experience.unscored = experience.unscored or unscored(greedy, sampler.reward_sources, args)
     return experience
 
@@ -793,8 +798,8 @@ def token_advantages(
             advantages = leave_one_out(grouped)
         else:
             advantages = minus_mean(grouped, lengths if kind == "opo" else torch.ones_like(lengths))
-        # A KL that is not finite is not a missing score: it stays, and `Optimizer.step` skips its
-        # update.
+        # Exactly 0 where all R of a group are equal. An R that is not finite stays, if that is due to
+        # the KL: `Optimizer.step` then skips the update.
         advantages = advantages.masked_fill(
             equal_scores(grouped)[:, None] & grouped.isfinite(), 0.0
         ).flatten()
@@ -817,14 +822,15 @@ def policy_metrics(total: dict[str, float], scores: Tensor, kl_coef: float) -> d
     """Return the logged objectives of a step.
 
     Args:
-        total: of `utils.Sums`, NaN for what was never added. "kl", "surprisal" and "responses"
-            count each response once, sums over tokens ("tokens", "entropy" and so on) once per
-            epoch.
+        total: of `utils.Sums`; a name that was never added is not `in` it, and reads as NaN. "kl",
+            "surprisal" and "responses" count each response once, sums over tokens ("tokens",
+            "entropy" and so on) once per epoch.
         scores: (N,), of all responses that were sampled. kl_coef: beta of the step.
     """
     tokens = total["tokens"]
     mean_score = scores.nanmean().item()
-    kl = total["kl"] / total["responses"]  # NaN without a reference
+    # NaN without a reference; below, `if kl_coef` then keeps it out of the reward.
+    kl = total["kl"] / total["responses"]
     return {
         "objective/scores": mean_score,
         "objective/kl": kl,  # mean over responses of the sum over tokens
@@ -858,7 +864,8 @@ def main(args: Args) -> None:
     # `sampler.correction`: --rollout_correction, or its default for the engine.
     pi_old = old_policy(args, sampler.correction, updates_per_step)
     needs_start_logprobs = pi_old == "start" or kl_in == "reward"
-    rollouts = parts.start(collect, total_steps, {"": optimizer})  # by model; "": the policy
+    # Models and optimizers have names, and "" is that of the policy.
+    rollouts = parts.start(collect, total_steps, {"": optimizer})
     adaptive_kl = AdaptiveKL(args, run.state)
     adaptive_entropy = utils.AdaptiveEntropy(args, run.state)
 
@@ -866,7 +873,8 @@ def main(args: Args) -> None:
         # ---- 1. rollout ----
         run.phase("rollout")
         experience = rollouts.take(step)
-        # Of all ranks, the same on each: `experience.sampled` without what --filter_groups drops.
+        # The responses of all ranks, the same on every rank: `experience.sampled` holds all of them,
+        # `batch` lacks those that --filter_groups drops.
         batch = experience.batch
         mask = batch.response_mask  # (N, T)
         scores = batch.scores  # (N,)
@@ -914,15 +922,15 @@ def main(args: Args) -> None:
                 set_gradient_sync(wrapped, last)
                 out = forward_tokens(wrapped, inputs, m, entropy=True)
                 logprobs = out["logprobs"]
-                # Without "start_logprobs", pi_old is "current" (no update yet: `logprobs` equal
-                # them) or "sampler" (then only the log reads them).
+                # If they were not computed: with pi_old "current", no update has come before, and
+                # `logprobs` are the same; with pi_old "sampler", only the log reads them.
                 start_logprobs = micro.get("start_logprobs", logprobs.detach())
                 by_sampler = micro["rollout_logprobs"]
                 old_logprobs = by_sampler if pi_old == "sampler" else start_logprobs
                 weights = correction_weights(
                     old_logprobs, by_sampler, m, sampler.correction, sampler.correction_cap
                 )
-                counts = off_policy_mask(
+                in_loss = off_policy_mask(
                     logprobs, by_sampler, micro["advantages"], m, args.off_policy_delta
                 )
                 log_ratio = logprobs - old_logprobs
@@ -935,7 +943,7 @@ def main(args: Args) -> None:
                     args.clip_high,
                     args.dual_clip,
                 )
-                loss = policy_term = reduce_loss(token_losses * weights * counts, m)
+                loss = policy_term = reduce_loss(token_losses * weights * in_loss, m)
                 if entropy_coef:
                     loss = loss - entropy_coef * reduce_loss(out["entropies"], m)
                 if kl_in == "loss":
@@ -945,13 +953,13 @@ def main(args: Args) -> None:
                 sums.add(policy_loss=policy_term / len(updates), loss=loss / len(updates))
                 sums.add(m, tokens=m, entropy=out["entropies"], clipped=clipped, weights=weights)
                 sums.add(m, approxkl=(logprobs - old_logprobs).square() / 2)
-                # What is added to `micro` goes to tokens.jsonl.
+                # tokens.jsonl logs what `micro` holds.
                 micro.update(start_logprobs=start_logprobs, entropies=out["entropies"])
-                micro.update(weights=weights * counts, clipped=clipped)
+                micro.update(weights=weights * in_loss, clipped=clipped)
                 if args.rollout_correction or args.off_policy_delta:
-                    sums.add(m, left_out=weights * counts == 0)
+                    sums.add(m, left_out=weights * in_loss == 0)
                 if epoch == 0:  # logged once per response: surprisal, KL, trainer - sampler
-                    # Whether this step had already updated the weights that gave `start_logprobs`.
+                    # Whether `start_logprobs` come from weights that this step had already updated.
                     updated = number > 0 and not needs_start_logprobs
                     add_rollout(sums, micro, start_logprobs, estimate_kl, updated)
             optimizer.step()
@@ -979,6 +987,7 @@ def main(args: Args) -> None:
         # --kl_target is a mean over tokens; objective/kl is a sum over them.
         adaptive_kl.update(total["mean_kl"] / total["responses"], len(trainable))
         run.log_samples(batch)
+        # `experience.state`: where the next rollout begins, also that of a resumed run.
         run.finish_step(
             metrics, experience.sampled_tokens, batch.trained_tokens, **experience.state
         )

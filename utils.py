@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 VERSION = "0.5.0"  # of the project; CHANGELOG.md and CITATION.cff have it, too
 ROOT = os.path.dirname(os.path.abspath(__file__))
-# SIGTERM or SIGINT: a checkpoint was saved, unless the first step had not begun
+# After SIGTERM or SIGINT. If the first step had begun, a checkpoint was saved.
 EXIT_INTERRUPTED = 75
 
 
@@ -46,8 +46,8 @@ def silence_triton() -> None:
 
 
 def one_line(message: str) -> str:
-    """Return a message without codes that a terminal obeys, such as line ends: files may hold
-    any.
+    """Return a message without control characters, such as line ends: text from a file may hold
+    them, and a terminal would obey.
     """
     return re.sub(r"[\0-\x1f\x7f-\x9f]+", " ", message)
 
@@ -120,7 +120,7 @@ class World:
         """Return this rank's share of a list that all ranks hold: items rank, rank + size,
         rank + 2 size and so on.
 
-        Ranks that share an engine have the same ones.
+        Ranks that share an engine count as one here, and get the same items.
         """
         return items[self.rank // self.ranks_per_engine :: self.size // self.ranks_per_engine]
 
@@ -171,8 +171,8 @@ def setup_processes(minutes: float = 30.0) -> World:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     world = World(0, 1, torch.device("cpu"), timeout=timedelta(minutes=minutes))
-    # Without it, memory that training has fragmented has no room for a vLLM that wakes up. (Read at
-    # first allocation.)
+    # Otherwise training fragments the memory, and a vLLM that wakes up finds no room in it. torch
+    # reads this at its first allocation.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     if torch.cuda.is_available():
         local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -186,9 +186,8 @@ def setup_processes(minutes: float = 30.0) -> World:
     if "RANK" in os.environ:
         backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
         store, world.rank, world.size = next(rendezvous("env://", timeout=world.timeout))
-        # torchrun's store outlives the ranks. Without a prefix for each start, those that
-        # --max_restarts starts again find the addresses of the dead ones there, and fail or hang
-        # (torch 2.13).
+        # torchrun's store outlives the ranks. Ranks that --max_restarts starts again would find the
+        # addresses of dead ranks in it, and fail or hang (torch 2.13). So each start has a prefix.
         store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         dist.init_process_group(
             backend, timeout=world.timeout, store=store, rank=world.rank, world_size=world.size
@@ -213,7 +212,7 @@ def first_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def as_user_error(flag: str):
-    """Turn an error that a library raises while it loads what a flag names into a UserError.
+    """Raise a UserError in place of any error inside, where a library loads what a flag names.
 
     Args:
         flag: with its value, such as "--model Qwen/Qwen2.5-7B".
@@ -318,7 +317,8 @@ class Optimizer:
         self.updates += 1
         self.norms.append(norm)
         scale_was_lowered = self.rescale(finite)
-        if not scale_was_lowered:  # then the scale was not the reason
+        # A scale that was too high is a reason of its own, and is lowered now: no fault to count.
+        if not scale_was_lowered:
             self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
             if not finite or not norm:
                 name = f"{self.prefix}update".replace("_", " ")
@@ -386,7 +386,9 @@ class AdaptiveEntropy:
     """
 
     def __init__(self, args: Any, state: dict):
-        """`state`: of the run, which keeps both weights for a resume."""
+        """`state`: of the run, which keeps `steered`, the weight where there is a bonus, and `coef`
+        for a resume.
+        """
         self.target = args.entropy_target
         self.state = state
         saved = state.get("entropy_coefs") if self.target else None
@@ -512,8 +514,8 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def memory_gb(device: torch.device) -> float:
-    """Return the memory in use, in GB: of the GPU once it has nothing to do, else the peak of this
-    process so far.
+    """Return the memory in use, in GB: on a GPU, that of the device once it has done all that it
+    was asked to do; on a CPU, the peak of this process so far.
 
     The GPU's driver is asked, as torch's counters include what a vLLM that sleeps has freed.
     """
@@ -541,13 +543,13 @@ class Clock:
         self.phase = ""
         self.phase_start = 0.0
         self.seconds: dict[str, float] = defaultdict(float)
-        self.start()
+        self.begin_step()
 
-    def start(self) -> None:
+    def begin_step(self) -> None:
         """Begin a step."""
         self.peak_memory_gb = 0.0
 
-    def begin(self, phase: str) -> None:
+    def begin_phase(self, phase: str) -> None:
         """Begin a phase, which ends the one before; "" for none."""
         # `memory_gb` waits for the GPU, which works on after a call has returned. It still counts
         # what the phase has freed, as torch keeps that memory.
@@ -564,7 +566,7 @@ class Clock:
 
     def times(self) -> dict[str, float]:
         """Return the seconds of the phases since the last call, and end the phase that lasts."""
-        self.begin("")
+        self.begin_phase("")
         times = {f"time/{name}": seconds for name, seconds in self.seconds.items()}
         self.seconds.clear()
         return times
@@ -597,14 +599,16 @@ class Sums:
         self.largest: dict[str, Tensor] = {}
 
     def add(self, mask: Tensor | None = None, **tensors: Tensor) -> None:
-        """Add numbers by name; with a mask, the sum of each tensor of its shape where it is set."""
+        """Add numbers by name. With a mask, the tensors have its shape, and what is added is their
+        sum over its set entries.
+        """
         for name, x in tensors.items():
             if mask is not None:
                 x = torch.where(mask, x, 0.0).sum()
             self.sums[name] = self.sums.get(name, 0.0) + x.detach().double()
 
     def max(self, **tensors: Tensor) -> None:
-        # 0 is below every value that is asked for, and stands for an empty tensor
+        # Begins at 0, as no value here is negative. An empty tensor then needs no case of its own.
         for name, x in tensors.items():
             before = self.largest.get(name, x.new_zeros(1))
             self.largest[name] = torch.cat([x.detach().flatten().double(), before]).amax(0, True)

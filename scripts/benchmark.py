@@ -70,9 +70,9 @@ def run_trl(flags: dict) -> list[dict]:
         def _generate_and_score_completions(self, inputs):
             if not self.model.training:
                 return super()._generate_and_score_completions(inputs)
-            clock.begin("rollout")
+            clock.begin_phase("rollout")
             outputs = super()._generate_and_score_completions(inputs)
-            clock.begin("training")
+            clock.begin_phase("training")
             return outputs
 
     class Callback(transformers.TrainerCallback):

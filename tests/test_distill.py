@@ -119,7 +119,7 @@ def test_chunks_give_what_whole_logits_give(tmp_path, monkeypatch):
     for size in (2, 100):
         monkeypatch.setattr(distill, "CHUNK_TOKENS", size)
         with torch.no_grad():
-            teach = distill.Policy(teacher, args, 2.0)(ids, mask, teaches=True)
+            teach = distill.Policy(teacher, args, 2.0)(ids, mask, as_teacher=True)
         out = distill.Policy(student, args, 0.5)(ids, mask, torch.zeros(int(mask.sum())), teach)
         torch.testing.assert_close(out, expected, **near)
         student.zero_grad()

@@ -75,9 +75,9 @@ def test_the_peak_of_a_gpu(monkeypatch):
     clock = utils.Clock(utils.World(0, 1, torch.device("cuda", 0)), 0.0)
     peaks = []
     for _ in range(2):
-        clock.start()
-        clock.begin("rollout")
-        clock.begin("training")
+        clock.begin_step()
+        clock.begin_phase("rollout")
+        clock.begin_phase("training")
         peaks.append(clock.metrics(1)["perf/peak_memory_gb"])
     assert peaks == [9, 4]
 

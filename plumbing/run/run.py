@@ -169,7 +169,7 @@ class Run:
                 if step < self.total_steps:
                     utils.say(f"--stop_at {self.args.stop_at}: reached after step {step}")
                 break
-            self.clock.start()
+            self.clock.begin_step()
             yield step + 1
 
     @property
@@ -228,7 +228,7 @@ class Run:
 
     def phase(self, name: str) -> None:
         """Begin a phase of a step: the progress bar shows it, and time/{name} is its duration."""
-        self.clock.begin(name)
+        self.clock.begin_phase(name)
         self.log.phase(name)
 
     def show_ended(self, key: tuple, ended: int, total: int) -> None:
