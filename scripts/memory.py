@@ -188,6 +188,15 @@ def resize(storage, size, resize=torch.UntypedStorage.resize_):
     memory.set_bytes(id(storage), size, "gathered by FSDP")
 
 
+def all_gather(world: utils.World, items: list) -> list:
+    """Return the items of all ranks as if each had what this one has; of responses (place, response)
+    the places are those of the ranks.
+    """
+    if items and isinstance(items[0], tuple) and isinstance(items[0][0], int):
+        return [(place + rank, *rest) for rank in range(world.size) for place, *rest in items]
+    return items * world.size
+
+
 def replace_machine(gpus, gpu_bytes):
     """Replace what needs a GPU, other processes, files of weights or numbers by what takes as much
     memory.
@@ -196,7 +205,7 @@ def replace_machine(gpus, gpu_bytes):
         "fake", store=torch.distributed.HashStore(), rank=0, world_size=gpus
     )
     utils.setup_processes = lambda minutes: utils.World(0, gpus, torch.device("cpu"))
-    utils.World.all_gather = lambda world, items: items * world.size
+    utils.World.all_gather = all_gather
     new_group = torch.distributed.new_group  # of the fake backend, whichever is asked for
     torch.distributed.new_group = lambda *ranks, backend="fake", **options: new_group(
         *ranks, **options

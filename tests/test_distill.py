@@ -376,6 +376,7 @@ class Serving(Told):
     def do_GET(self):
         body = json.dumps({"data": [{"max_model_len": 250}]}).encode()
         self.send_response(200)
+        self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)

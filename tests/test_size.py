@@ -88,7 +88,7 @@ def table() -> dict[str, tuple[int, int]]:
     plumbing = [path for path in ROOT.glob("plumbing/**/*.py") if path.read_text()]
     everything = ("*.py", "plumbing/**/*.py", "extras/**/*.py", "scripts/**/*.py", "assets/**/*.py")
     rows = {
-        "Python outside tests, tokens": (tokens(*everything), 107_560),
+        "Python outside tests, tokens": (tokens(*everything), 107_610),
         "plumbing/, tokens": (tokens("plumbing/**/*.py"), 43_610),
         "extras/, tokens": (tokens("extras/**/*.py"), 23_390),
         "plumbing/, files": (len(plumbing), 40),
@@ -96,12 +96,12 @@ def table() -> dict[str, tuple[int, int]]:
             sum(path.parent.name == "plumbing" for path in plumbing),
             3,
         ),
-        "tests/, tokens": (tokens("tests/**/*.py"), 160_210),
+        "tests/, tokens": (tokens("tests/**/*.py"), 160_240),
         "web files of the report, lines": (
             lines(*(f"assets/report/*.{end}" for end in ("js", "css", "html"))),
             560,
         ),
-        "docs/, words": (words("docs/*.md"), 16_020),
+        "docs/, words": (words("docs/*.md"), 16_070),
         "README.md, lines": (lines("README.md"), 150),
         "flags of grpo.py": (len(dataclasses.fields(Args)), 105),
         "our modules that import grpo loads": (len(modules()[0]), 37),
