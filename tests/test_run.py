@@ -243,13 +243,12 @@ def test_a_run_from_what_another_one_saved(base, tmp_path):
 # passes over the data.
 SCHEDULE = dict(lr_schedule="linear", warmup_ratio=0.3, seed=3)
 MOVING = dict(SCHEDULE, kl_horizon=20, kl_target=0.05, ref_refresh_every=2)
-RATES = (0.3, 0.5)
 
 
 @pytest.fixture(scope="module")
 def straight(base) -> dict:
     """Four steps in one go."""
-    values = {**base, **MOVING, "pass_rates": RATES, "run_name": "straight"}
+    values = {**base, **MOVING, "pass_rates": (0.3, 0.5), "run_name": "straight"}
     run(values)
     names = "objective/kl objective/kl_coef lr objective/scores loss/policy_avg policy/entropy_avg".split()
     # else equality says little
@@ -348,7 +347,7 @@ def test_a_second_sigint_ends_at_once(base, tmp_path):
 
 @pytest.fixture(scope="module")
 def two_ranks(base) -> dict:
-    values = {**base, **MOVING, "pass_rates": RATES, "run_name": "two_ranks"}
+    values = {**base, **MOVING, "pass_rates": (0.3, 0.5), "run_name": "two_ranks"}
     helpers.run_ranks(values, 2, (0, 0))
     return values
 
