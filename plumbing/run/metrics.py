@@ -185,7 +185,8 @@ def token_rows(
     Args:
         updated: as `Batch.gather_updated` returns it.
     """
-    tokens = {name: x[:count].cpu() for name, x in batch.tokens.items()}
+    # What has several numbers a token, such as a teacher's most likely ones, is not logged.
+    tokens = {name: x[:count].cpu() for name, x in batch.tokens.items() if x.dim() == 2}
     sampled = tokens.pop("response_mask")
     for i, sample in enumerate(batch.samples[:count]):
         length = len(sample.response)
