@@ -8,9 +8,8 @@ from pathlib import Path
 import repository  # noqa: F401
 import tyro
 from huggingface_hub import ModelCard, ModelCardData, create_repo, upload_folder
-from report import read_metrics
 
-from plumbing.run.log import CURVES, read_args, without_secrets
+from plumbing.run.log import CURVES, read_args, read_log, without_secrets
 from plumbing.run.ranks import report_errors
 from utils import UserError, as_user_error
 
@@ -64,6 +63,9 @@ def card(run: str, name: str) -> ModelCard:
     facts = without_secrets(read_args(run))
     flags = facts["args"]
     model = flags["model"]
+    rows = list(read_log(run))
+    if not rows:
+        raise ValueError(f"{run} has no metrics.jsonl with a whole line")
     tracked = Path(run, "tracked.txt")  # the run's address, with --track wandb
     return ModelCard.from_template(
         ModelCardData(base_model=None if os.path.exists(model) else model),
@@ -71,7 +73,7 @@ def card(run: str, name: str) -> ModelCard:
         name=name,
         **facts,
         tracked=tracked.exists() and tracked.read_text(),
-        last=read_metrics(run)[-1],
+        last=rows[-1],
         titles=CURVES,
         changed={
             key: x

@@ -272,7 +272,7 @@ def test_which_pass_rates_a_step_sees(async_steps, late):
     the next `late` steps have ended. A group without a score changes no rate.
     """
     prompts = [{"row": i} for i in range(20)]
-    args = types.SimpleNamespace(async_steps=async_steps, rollout_batch_size=5, group_size=2)
+    args = grpo.Args(async_steps=async_steps, rollout_batch_size=5, group_size=2)
     args.pass_rates, args.seed = (0.3, 0.7), 1
     ended = [threading.Event() for _ in range(7)]  # by step
     drawn = {}

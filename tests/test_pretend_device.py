@@ -98,7 +98,7 @@ def main(folder: Path) -> None:
     import pretend_device as device
 
     results = {name: [train(name, folder / f"{name} cpu")] for name in RUNS}
-    begin = utils.Clock.begin
+    begin = utils.Clock.begin_phase
     waits = []
 
     def counted(clock, phase: str):
@@ -109,7 +109,7 @@ def main(folder: Path) -> None:
         begin(clock, phase)
 
     utils.setup_processes = lambda minutes: utils.World(0, 1, device.DEVICE)
-    utils.Clock.begin = counted
+    utils.Clock.begin_phase = counted
     with device.Functions(), device.Operations():
         for name in RUNS:
             waits.clear()

@@ -352,7 +352,8 @@ def test_an_adapter_goes_to_the_engine(adapting, quantize):
         for _, tensor, layer in sharding.base_weights(model)
         if layer and not quantize
     ]
-    assert all((base == merged).double().mean() > 0.9 for base, merged in weights)
+    kept = [(base == merged).double().mean().item() for base, merged in weights]
+    assert not kept or min(kept) > 0.8, kept
     stale = difference()
     engine.sync(model, 1)
     assert stale > 1e-3 and difference() < 1e-4 and adapter < engine.synced < 1.5 * adapter
@@ -467,8 +468,8 @@ def test_which_policy_made_which_token(base, tmp_path, monkeypatch, script, asyn
     load = vllm_engine.Engine._load
     step_once = LLMEngine.step
 
-    def record(sampler, prompts, step, state):
-        made[step] = collect(sampler, prompts, step, state)
+    def record(sampler, prompts, step, *given, **named):
+        made[step] = collect(sampler, prompts, step, *given, **named)
         return made[step]
 
     monkeypatch.setattr(module, "collect", record)

@@ -106,7 +106,7 @@ class Sharding:
         module.forward = self.precision.autocast()(module.forward)
         if self.shards_reward_models if reward_model else self.on:
             self._fully_shard(module, model)
-        else:
+        elif self.args.quantize and not reward_model:
             module.to(self.world.device)  # which quantizes the weights of --quantize
         if self.args.gradient_checkpointing and not reward_model:
             checkpoint_blocks(model)

@@ -17,7 +17,6 @@ test_agree.py compares. Of each entry of steps.yaml three are made:
 """
 
 import contextlib
-import functools
 import importlib
 import io
 import json
@@ -392,7 +391,8 @@ def loss_of_logprobs(step: str, folder: str, x: dict[str, Tensor], G: int) -> di
         leaf, x["rollout_logprobs"], advantages, mask, args.off_policy_delta
     )
 
-    reduce_loss = functools.partial(reduction(how, mask), mask=mask)
+    reduced = reduction(how, mask)
+    reduce_loss = lambda x: reduced(x, mask)
     choices = {"": reduce_loss(losses * weights)}
     if args.kl_coef:
         kl = grpo.kl_estimate(leaf, x["ref_logprobs"], args.kl_estimator)
