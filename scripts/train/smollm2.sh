@@ -5,7 +5,7 @@
 #   bash scripts/train/smollm2.sh distill        the model that grpo has trained teaches the one that it began from
 #   bash scripts/train/smollm2.sh reward_model   pairs of the model's own responses, a reward model, and GRPO on it
 #   bash scripts/train/smollm2.sh gsm8k FOLDER   train.jsonl and test.jsonl of GSM8K: supervised, then GRPO, 100 steps each
-# Numbers: results/smollm2.json has three runs of grpo, one each of rloo (16 steps) and distill, a reward model, and 55
+# Numbers: results/smollm2.json has three runs of grpo and one of each other recipe (16 steps of rloo, ppo and reward_model).
 # supervised steps on GSM8K (16 rows each).
 set -euo pipefail
 cd "$(dirname "$0")/../.."
