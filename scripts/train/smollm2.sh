@@ -5,8 +5,8 @@
 #   bash scripts/train/smollm2.sh distill        the model that grpo has trained teaches the one that it began from
 #   bash scripts/train/smollm2.sh reward_model   pairs of the model's own responses, a reward model, and GRPO on it
 #   bash scripts/train/smollm2.sh gsm8k FOLDER   train.jsonl and test.jsonl of GSM8K: supervised, then GRPO, 100 steps each
-# Numbers: results/smollm2.json has three runs of grpo and one of each other recipe (16 steps of rloo, ppo and reward_model).
-# supervised steps on GSM8K (16 rows each).
+# Numbers: results/smollm2.json has three runs of grpo and one of each other recipe, of which rloo, ppo and reward_model
+# ran 16 steps.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 [ "${VIRTUAL_ENV:-}" ] || PATH="$PWD/.venv/bin:$PATH" # the active environment, else that of scripts/setup.sh
