@@ -151,8 +151,9 @@ class Args(
     which must not be negative (arXiv:2602.02710); passk: only the best response of a group has an
     advantage (arXiv:2503.19595). Default: the variant's."""
     turn_rewards: bool = False
-    """Give each reward of the --environment to the last token of its turn, instead of giving
-    their sum to the last token of the response."""
+    """Give each turn of an --environment an advantage of its own, in place of one for the whole
+    response: its return, the rewards from this turn on, is compared with those of the turns of the
+    same number in the group (arXiv:2505.11821)."""
     clip_low: Fraction | None = None
     """The ratio is clipped below at 1 - this. dppo leaves out a token with a negative advantage
     whose probability has fallen by more than this since it was sampled, dppo_kl one whose KL is
@@ -1011,8 +1012,8 @@ def main(args: Args) -> None:
         if kl_in == "reward":
             kl = estimate_kl(batch.tokens["start_logprobs"], batch.tokens["ref_logprobs"])
             outcomes = outcomes - kl_coef * masked_sum(kl, mask, 1)
-        worst = scores.nan_to_num().argmin()
-        if args.advantage_scale == "maxrl" and scores[worst] < 0:
+        if args.advantage_scale == "maxrl" and (scores < 0).any():
+            worst = scores.nan_to_num().argmin()
             raise utils.UserError(
                 "--advantage_scale maxrl: a score is negative, of a response to "
                 f"{batch.samples[worst].row['prompt']!r}"
@@ -1086,8 +1087,12 @@ def main(args: Args) -> None:
                 sums.add(m, tokens=m, entropy=out["entropies"], clipped=clipped, weights=weights)
                 sums.add(m, approxkl=(logprobs - old_logprobs).square() / 2)
                 # tokens.jsonl logs what `micro` holds.
-                micro.update(start_logprobs=start_logprobs, entropies=out["entropies"])
-                micro.update(weights=weights * in_loss, clipped=clipped)
+                micro.update(
+                    start_logprobs=start_logprobs,
+                    entropies=out["entropies"],
+                    weights=weights * in_loss,
+                    clipped=clipped,
+                )
                 if args.rollout_correction or args.off_policy_delta:
                     sums.add(m, left_out=weights * in_loss == 0)
                 if epoch == 0:  # logged once per response: surprisal, KL, trainer - sampler
