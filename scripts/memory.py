@@ -192,8 +192,9 @@ def all_gather(world: utils.World, items: list) -> list:
     """Return the items of all ranks as if each had what this one has; of responses (place, response)
     the places are those of the ranks.
     """
-    if items and isinstance(items[0], tuple) and isinstance(items[0][0], int):
-        return [(place + rank, *rest) for rank in range(world.size) for place, *rest in items]
+    match items:
+        case [(int(), *_), *_]:
+            return [(place + rank, *rest) for rank in range(world.size) for place, *rest in items]
     return items * world.size
 
 
