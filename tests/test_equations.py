@@ -143,7 +143,9 @@ TURNS = [  # the reward of each turn
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_turn_advantages_by_loops(scale):
-    """Turns of two tokens and an observation of one; the second response has a penalty, too."""
+    """A first turn of one token, others of two, and observations; the second response has a penalty,
+    too.
+    """
     penalties = [0.0, 0.25, *[0.0] * 5, NAN, 0.0]
     scores = [sum(x) - y for x, y in zip(TURNS, penalties)]
     rewards, expected = torch.zeros(2, len(TURNS), 12, dtype=torch.float64)
@@ -152,9 +154,10 @@ def test_turn_advantages_by_loops(scale):
         returns = [sum(x[j:]) - y if len(x) > j else NAN for x, y in zip(TURNS, penalties)]
         for i, advantage in enumerate(advantages_by_hand(returns, 3, scale)):
             if len(TURNS[i]) > j:
-                mask[i, 3 * j : 3 * j + 2] = True
-                expected[i, 3 * j : 3 * j + 2] = advantage
-                rewards[i, 3 * j + 1] = TURNS[i][j]
+                begin, end = 3 * j, 3 * j + (2 if j else 1)
+                mask[i, begin:end] = True
+                expected[i, begin:end] = advantage
+                rewards[i, end - 1] = TURNS[i][j]
     close(turn_advantages(double(*scores), rewards, mask, 3, scale), expected, 1e-9)
     assert (expected[:, 3] != 0).sum() == 4
 

@@ -256,6 +256,7 @@ def test_only_what_has_a_score_is_in_the_means(base, tmp_path, script, monkeypat
         "mini_batch_size": 32,
         "total_episodes": 32,
         "max_response_length": 4,
+        "log_samples": 32,
     }
     run_here(values, script)
     (experience,) = collects
@@ -266,6 +267,21 @@ def test_only_what_has_a_score_is_in_the_means(base, tmp_path, script, monkeypat
     assert all(experience.batch.stopped[i] for i in kept)
     for _, mask, mini, *_ in reductions:
         assert sorted(mini) == kept and sorted(mask[mini].sum(1).tolist()) == sorted(lengths)
+    tokens = helpers.read_lines(folder_of(values) / "tokens.jsonl")
+    assert [row["sample"] for row in tokens if 1 in row["trains"]] == kept
+
+
+def test_the_weight_of_supervised_rows(base, tmp_path):
+    """Where the policy's loss has no gradient, that of the update is in proportion to --ptx_coef."""
+    values = variant(base, tmp_path, reward=base["reward"].replace(":coarse", ":equal"))
+    values |= {"ptx_dataset": base["dataset"], "total_episodes": 16, "kl_coef": 0.0}
+    values |= {"mini_batch_size": 0, "num_epochs": 1}  # one update
+    norms = []
+    for weight in (0.1, 0.2):
+        values |= {"ptx_coef": weight, "run_name": f"weight {weight}", "ref_model": ""}
+        run_here(values)
+        norms.append(metrics_of(values)[0]["loss/grad_norm"])
+    assert norms[0] > 0 and norms[1] == pytest.approx(2 * norms[0], rel=1e-3)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
