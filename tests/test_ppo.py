@@ -438,22 +438,6 @@ def test_critic_warm_up(base, tmp_path, monkeypatch):
         assert row["objective/loss"] == pytest.approx(loss, rel=1e-6)
 
 
-def test_the_weight_of_supervised_rows(base, tmp_path):
-    """Where the policy's loss has no gradient, as all scores are equal, that of the update is in
-    proportion to --ptx_coef.
-    """
-    values = {**base, "output_dir": str(tmp_path), "ptx_dataset": base["dataset"], "ref_model": ""}
-    reward = tmp_path / "equal.py"
-    reward.write_text("def score(prompts, responses, **columns): return [1.0] * len(prompts)\n")
-    values |= {"reward": f"{reward}:score", "non_stop_penalty": False, "gae_lambda": 1.0}
-    values |= {"kl_coef": 0.0, "mini_batch_size": 0, "num_epochs": 1, "total_episodes": 8}
-    norms = []
-    for weight in (0.1, 0.2):
-        run_here({**values, "ptx_coef": weight, "run_name": f"weight {weight}"}, "ppo")
-        norms.append(metrics_of({**values, "run_name": f"weight {weight}"})[0]["loss/grad_norm"])
-    assert norms[0] > 0 and norms[1] == pytest.approx(2 * norms[0], rel=1e-3)
-
-
 @pytest.mark.parametrize("pf_ppo", ["none", "pow"])
 def test_the_weight_of_the_kl_waits_for_the_policy(base, tmp_path, pf_ppo):
     """--kl_target has nothing to adapt to while the critic trains alone."""

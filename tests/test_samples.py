@@ -271,15 +271,17 @@ def test_only_what_has_a_score_is_in_the_means(base, tmp_path, script, monkeypat
     assert [row["sample"] for row in tokens if 1 in row["trains"]] == kept
 
 
-def test_the_weight_of_supervised_rows(base, tmp_path):
+@pytest.mark.parametrize("script", ["grpo", "ppo"])
+def test_the_weight_of_supervised_rows(base, tmp_path, script):
     """Where the policy's loss has no gradient, that of the update is in proportion to --ptx_coef."""
-    values = variant(base, tmp_path, reward=base["reward"].replace(":coarse", ":equal"))
+    reward = base["reward"].replace(":coarse", ":equal")
+    values = variant(base, tmp_path, reward=reward, mini_batch_size=0)  # one update
     values |= {"ptx_dataset": base["dataset"], "total_episodes": 16, "kl_coef": 0.0}
-    values |= {"mini_batch_size": 0, "num_epochs": 1}  # one update
+    values |= {"gae_lambda": 1.0} if script == "ppo" else {}
     norms = []
     for weight in (0.1, 0.2):
         values |= {"ptx_coef": weight, "run_name": f"weight {weight}", "ref_model": ""}
-        run_here(values)
+        run_here(values, script)
         norms.append(metrics_of(values)[0]["loss/grad_norm"])
     assert norms[0] > 0 and norms[1] == pytest.approx(2 * norms[0], rel=1e-3)
 

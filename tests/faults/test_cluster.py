@@ -115,6 +115,7 @@ FAULTS = {
     "machine 1 gone while the other saves": (1, SAVE, f"{DOWN}; kill -9 $PPID", (2, -9)),
     "machine 0 gone while it saves": (0, SAVE, f"{DOWN}; kill -9 $PPID", (-9, 2)),
     "rank 1 stands still": (1, STEP, "kill -STOP $PPID", (2, -9)),
+    "rank 1 is busy": (1, STEP, "sleep 20; kill -9 $PPID", (2, -9)),
     "clock of node 1 an hour ahead": (1, STEP, CLOCK, (0, 0)),
 }
 
