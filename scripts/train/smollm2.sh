@@ -35,8 +35,10 @@ groups=(--rollout_batch_size 8 --group_size 8 --filter_groups drop --total_episo
 case "$recipe" in
 grpo | rloo) exec python "$recipe.py" --run_name "$name" "${task[@]}" "${groups[@]}" "$@" ;;
 ppo)
+    # The critic learns little here. With a lambda below 1 the last tokens would get most of the advantage, and the
+    # responses became short.
     exec python ppo.py --run_name "$name" "${task[@]}" --rollout_batch_size 64 --total_episodes 3072 --kl_coef 0 \
-        --learning_rate 1e-5 --critic_learning_rate 2e-5 "$@"
+        --learning_rate 1e-5 --critic_learning_rate 2e-5 --gae_lambda 1 --critic_warmup_steps 2 --critic_num_epochs 2 "$@"
     ;;
 distill)
     exec python distill.py --run_name "$name" "${task[@]}" --teacher "$runs/smollm2-grpo/final" \
