@@ -149,15 +149,15 @@ async4_geometric    --async_steps 4 --rollout_correction geometric
 
 part_variants() { # which choices matter: five seeds of the tiny task, three of SmolLM2
     names=()
-    while read -r name flags; do
-        [ -n "$name" ] || continue
-        case "$flags" in *async*) flags="$flags --rollout_backend vllm" ;; esac
-        for seed in 1 2 3 4 5; do
+    for seed in 1 2 3 4 5; do # whole seeds first: an interrupted part can compare those that it has
+        while read -r name flags; do
+            [ -n "$name" ] || continue
+            case "$flags" in *async*) flags="$flags --rollout_backend vllm" ;; esac
             # shellcheck disable=SC2086
             demo "variants-$name-$seed" grpo --mini_batch_size 64 --total_episodes 15360 --eval_every 10 $flags --seed "$seed"
             names+=("variants-$name-$seed")
-        done
-    done <<<"$variants"
+        done <<<"$variants"
+    done
     # shellcheck disable=SC2046
     summarize variants $(runs_of "${names[@]}")
     python scripts/variants.py results/variants.json --picture assets/variants.png >results/variants.md
