@@ -686,7 +686,7 @@ def main(args: Args) -> None:
         optimizer.begin_step(step, len(updates))  # fewer where responses were left out
         for number, (_, mini) in enumerate(updates):
             token_count = mask[mini].sum().item()
-            for inputs, micro, last in batch.micro_batches(mini, args.micro_batch_tokens, world):
+            for inputs, micro, last in batch.micro_batches(mini, args, world):
                 m = micro["response_mask"]  # (n, T), as all of micro and out
                 teach = None  # a function: slice of the response tokens -> log-probs (n, V)
                 set_gradient_sync(wrapped, last)

@@ -568,6 +568,7 @@ class Policy(nn.Module):
         self,
         input_ids: Tensor,
         response_mask: Tensor,
+        shared: int = 0,
         entropy: bool = False,
         temperature: float | None = None,
     ) -> dict[str, Tensor]:
@@ -577,6 +578,7 @@ class Policy(nn.Module):
             input_ids: (N, L), query and response, padded on the right (causal attention never looks
                 there).
             response_mask: (N, L) bool, set on response tokens.
+            shared: with --share_prompts the tokens with which all rows begin, forwarded once.
             entropy: whether to compute the entropies. temperature: divides the logits; None for
                 --temperature.
         Returns:
@@ -587,8 +589,10 @@ class Policy(nn.Module):
         # `nonzero` waits for the GPU. It comes first, so it does not wait for the forward pass.
         rows, positions = response_mask.nonzero(as_tuple=True)  # (tokens,)
         labels = input_ids[rows, positions]
-        # A token is predicted at the position before.
-        hidden = last_hidden_states(self.model, input_ids)[rows, positions - 1]  # (tokens, H)
+        hidden = last_hidden_states(self.model, input_ids, shared)  # (N, L, H)
+        hidden = hidden[
+            rows, positions - 1
+        ]  # (tokens, H): a token is predicted one position before
         statistics = self.statistics
         # In the backward pass logits are computed anew, unless a single chunk holds them all.
         if self.recompute_logits and len(labels) > CHUNK_TOKENS:
@@ -638,7 +642,7 @@ def ptx_losses(
         for row in take_prompts(prompts, update * size, size, args.seed)
     ]
     batch = Batch.from_samples(samples, world.device)
-    for inputs, *_ in batch.micro_batches([*range(size)], args.micro_batch_tokens, world):
+    for inputs, *_ in batch.micro_batches([*range(size)], args, world):
         set_gradient_sync(wrapped, False)
         # Temperature 1, whatever that of the rollout.
         logprobs = wrapped(*inputs, temperature=1.0)["logprobs"]
@@ -1047,7 +1051,7 @@ def main(args: Args) -> None:
                     optimizer.backward(args.ptx_coef * ptx)
                     share = ptx / len(updates)
                     sums.add(ptx=share, loss=args.ptx_coef * share)
-            for inputs, micro, last in batch.micro_batches(mini, args.micro_batch_tokens, world):
+            for inputs, micro, last in batch.micro_batches(mini, args, world):
                 m = micro["response_mask"]  # (n, T), as all of micro and out
                 set_gradient_sync(wrapped, last)
                 out = forward_tokens(wrapped, inputs, m, entropy=True)

@@ -606,6 +606,7 @@ class Policy(nn.Module):
         self,
         input_ids: Tensor,
         response_mask: Tensor,
+        shared: int = 0,
         entropy: bool = False,
         temperature: float | None = None,
     ) -> dict[str, Tensor]:
@@ -615,6 +616,7 @@ class Policy(nn.Module):
             input_ids: (N, L), query and response, padded on the right (causal attention never looks
                 there).
             response_mask: (N, L) bool, set on response tokens.
+            shared: with --share_prompts the tokens with which all rows begin, forwarded once.
             entropy: whether to compute the entropies. temperature: divides the logits; None for
                 --temperature.
         Returns:
@@ -625,8 +627,10 @@ class Policy(nn.Module):
         # `nonzero` waits for the GPU. It comes first, so it does not wait for the forward pass.
         rows, positions = response_mask.nonzero(as_tuple=True)  # (tokens,)
         labels = input_ids[rows, positions]
-        # A token is predicted at the position before.
-        hidden = last_hidden_states(self.model, input_ids)[rows, positions - 1]  # (tokens, H)
+        hidden = last_hidden_states(self.model, input_ids, shared)  # (N, L, H)
+        hidden = hidden[
+            rows, positions - 1
+        ]  # (tokens, H): a token is predicted one position before
         statistics = self.statistics
         # In the backward pass logits are computed anew, unless a single chunk holds them all.
         if self.recompute_logits and len(labels) > CHUNK_TOKENS:
@@ -667,17 +671,19 @@ class Critic(nn.Module):
         super().__init__()
         self.scalar = scalar  # a language model with a head of one output
 
-    def forward(self, input_ids: Tensor, response_mask: Tensor) -> dict[str, Tensor]:
+    def forward(
+        self, input_ids: Tensor, response_mask: Tensor, shared: int = 0
+    ) -> dict[str, Tensor]:
         """Return "values" (tokens,): of the set entries of the mask, row by row, each read at the
         position before.
 
         Args:
             input_ids: (N, L), padded on the right. response_mask: (N, L) bool, set on response
-                tokens.
+                tokens. shared: see `Policy.forward`.
         """
         # Set at the position before each response token; the first one is of the query, so that
         # `roll` carries nothing to the end.
-        return {"values": self.scalar(input_ids, response_mask.roll(-1, 1))}
+        return {"values": self.scalar(input_ids, response_mask.roll(-1, 1), shared)}
 
 
 def load_critic(
@@ -724,7 +730,7 @@ def update_critic(
         reduce_loss = loss_reduction(
             args.loss_aggregation, batch.response_mask, mini, updates, args.max_response_length
         )
-        for inputs, micro, last in batch.micro_batches(mini, args.micro_batch_tokens, world):
+        for inputs, micro, last in batch.micro_batches(mini, args, world):
             m = micro["response_mask"]  # (n, T), as all of micro
             set_gradient_sync(wrapped, last)
             values = forward_tokens(wrapped, inputs, m)["values"]
@@ -757,7 +763,7 @@ def ptx_losses(
         for row in take_prompts(prompts, update * size, size, args.seed)
     ]
     batch = Batch.from_samples(samples, world.device)
-    for inputs, *_ in batch.micro_batches([*range(size)], args.micro_batch_tokens, world):
+    for inputs, *_ in batch.micro_batches([*range(size)], args, world):
         set_gradient_sync(wrapped, False)
         # Temperature 1, whatever that of the rollout.
         logprobs = wrapped(*inputs, temperature=1.0)["logprobs"]
@@ -1109,7 +1115,7 @@ def main(args: Args) -> None:
                     optimizer.backward(args.ptx_coef * ptx)
                     share = ptx / len(updates)
                     sums.add(ptx=share, loss=args.ptx_coef * share)
-            for inputs, micro, last in batch.micro_batches(mini, args.micro_batch_tokens, world):
+            for inputs, micro, last in batch.micro_batches(mini, args, world):
                 m = micro["response_mask"]  # (n, T), as all of micro and out
                 set_gradient_sync(wrapped, last)
                 out = forward_tokens(wrapped, inputs, m, entropy=True)

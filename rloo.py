@@ -501,7 +501,7 @@ class Policy(nn.Module):
         self.trains_entropy = args.entropy_coef > 0
 
     def forward(
-        self, input_ids: Tensor, response_mask: Tensor, entropy: bool = False
+        self, input_ids: Tensor, response_mask: Tensor, shared: int = 0, entropy: bool = False
     ) -> dict[str, Tensor]:
         """Return statistics of the response tokens.
 
@@ -509,6 +509,7 @@ class Policy(nn.Module):
             input_ids: (N, L), query and response, padded on the right (causal attention never looks
                 there).
             response_mask: (N, L) bool, set on response tokens.
+            shared: with --share_prompts the tokens with which all rows begin, forwarded once.
             entropy: whether to compute the entropies.
         Returns:
             Tensors (tokens,) by name, one value per set entry of the mask, row by row, float32 or
@@ -518,8 +519,10 @@ class Policy(nn.Module):
         # `nonzero` waits for the GPU. It comes first, so it does not wait for the forward pass.
         rows, positions = response_mask.nonzero(as_tuple=True)  # (tokens,)
         labels = input_ids[rows, positions]
-        # A token is predicted at the position before.
-        hidden = last_hidden_states(self.model, input_ids)[rows, positions - 1]  # (tokens, H)
+        hidden = last_hidden_states(self.model, input_ids, shared)  # (N, L, H)
+        hidden = hidden[
+            rows, positions - 1
+        ]  # (tokens, H): a token is predicted one position before
         statistics = self.statistics
         # In the backward pass logits are computed anew, unless a single chunk holds them all.
         if self.recompute_logits and len(labels) > CHUNK_TOKENS:
@@ -917,7 +920,7 @@ def main(args: Args) -> None:
             reduce_loss = loss_reduction(
                 loss_aggregation, mask, mini, updates, args.max_response_length
             )
-            for inputs, micro, last in batch.micro_batches(mini, args.micro_batch_tokens, world):
+            for inputs, micro, last in batch.micro_batches(mini, args, world):
                 m = micro["response_mask"]  # (n, T), as all of micro and out
                 set_gradient_sync(wrapped, last)
                 out = forward_tokens(wrapped, inputs, m, entropy=True)

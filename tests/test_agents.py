@@ -533,7 +533,7 @@ def test_contexts_weigh_as_their_response(batch, how, budget):
         model, types.SimpleNamespace(temperature=0.7, gradient_checkpointing=False, entropy_coef=0)
     )
     world = utils.World(0, 1, CPU)
-    args = types.SimpleNamespace(micro_batch_tokens=budget)
+    args = grpo.Args(micro_batch_tokens=budget)
     logprobs = forward_batch(policy, batch, "logprobs", args, world)
     losses = torch.randn(
         logprobs.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
@@ -565,7 +565,7 @@ def test_contexts_weigh_as_their_response(batch, how, budget):
     batch.tokens["losses"] = losses
     found = 0.0
     count = 0
-    for (ids, read), micro, _ in batch.micro_batches([0, 1, 2], budget, world):
+    for (ids, read), micro, _ in batch.micro_batches([0, 1, 2], args, world):
         count += 1
         assert read.sum() == micro["response_mask"].sum() and len(ids) >= len(micro["losses"])
         assert ids.numel() <= budget or len(micro["losses"]) == 1

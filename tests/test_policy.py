@@ -115,8 +115,9 @@ def test_statistics_by_a_plain_forward_of_each_row(load, family, temperature):
     expected = gradient_of(policy)
     batch.tokens["weights"] = pad_rows(weights, batch.response_mask)
     for budget, ranks in ((1, 1), (20, 1), (1000, 3), (20, 12)):
+        args = grpo.Args(micro_batch_tokens=budget)
         for rank in range(ranks):
-            for inputs, t, _ in batch.micro_batches(ALL, budget, utils.World(rank, ranks, CPU)):
+            for inputs, t, _ in batch.micro_batches(ALL, args, utils.World(rank, ranks, CPU)):
                 out = forward_tokens(policy, inputs, t["response_mask"], entropy=True)
                 (
                     out["logprobs"] * t["weights"] + out["entropies"] * t["weights"].square()

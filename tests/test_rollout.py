@@ -584,7 +584,9 @@ def test_a_response_is_scored_before_the_next_one_has_ended(setting):
 
 def test_micro_batches_are_as_long_as_their_longest_response(setting):
     batch = setting[0].rollout(setting[1], 3, KEY)
-    cuts = list(batch.micro_batches(list(range(15)), 40, utils.World(0, 1, CPU)))
+    cuts = list(
+        batch.micro_batches([*range(15)], Args(micro_batch_tokens=40), utils.World(0, 1, CPU))
+    )
     assert len(cuts) > 3 and len({t["response_mask"].shape[1] for _, t, _ in cuts}) > 1
     assert all(
         x.shape == t["response_mask"].shape and t["response_mask"][:, -1].any()

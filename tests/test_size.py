@@ -15,7 +15,7 @@ from pathlib import Path
 from conftest import ROOT
 
 SCRIPTS = {
-    "grpo": 6_170,
+    "grpo": 6_180,
     "rloo": 5_800,
     "ppo": 7_700,
     "distill": 4_290,
@@ -88,22 +88,22 @@ def table() -> dict[str, tuple[int, int]]:
     plumbing = [path for path in ROOT.glob("plumbing/**/*.py") if path.read_text()]
     everything = ("*.py", "plumbing/**/*.py", "extras/**/*.py", "scripts/**/*.py", "assets/**/*.py")
     rows = {
-        "Python outside tests, tokens": (tokens(*everything), 107_640),
-        "plumbing/, tokens": (tokens("plumbing/**/*.py"), 43_620),
-        "extras/, tokens": (tokens("extras/**/*.py"), 23_390),
+        "Python outside tests, tokens": (tokens(*everything), 108_800),
+        "plumbing/, tokens": (tokens("plumbing/**/*.py"), 43_870),
+        "extras/, tokens": (tokens("extras/**/*.py"), 24_250),
         "plumbing/, files": (len(plumbing), 40),
         "plumbing/, files outside of its folders": (
             sum(path.parent.name == "plumbing" for path in plumbing),
             3,
         ),
-        "tests/, tokens": (tokens("tests/**/*.py"), 160_500),
+        "tests/, tokens": (tokens("tests/**/*.py"), 161_350),
         "web files of the report, lines": (
             lines(*(f"assets/report/*.{end}" for end in ("js", "css", "html"))),
             560,
         ),
-        "docs/, words": (words("docs/*.md"), 16_070),
+        "docs/, words": (words("docs/*.md"), 16_140),
         "README.md, lines": (lines("README.md"), 150),
-        "flags of grpo.py": (len(dataclasses.fields(Args)), 105),
+        "flags of grpo.py": (len(dataclasses.fields(Args)), 106),
         "our modules that import grpo loads": (len(modules()[0]), 37),
         "files of one step": (len(files_of_a_step()), 10),
     }

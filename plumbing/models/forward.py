@@ -26,8 +26,15 @@ LOGIT_FACTORS = {
 }
 
 
-def last_hidden_states(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
-    """Return the last hidden states of token ids: (N, L) -> (N, L, H)."""
+def last_hidden_states(model: PreTrainedModel, input_ids: Tensor, shared: int = 0) -> Tensor:
+    """Return the last hidden states of token ids: (N, L) -> (N, L, H).
+
+    `shared`: of --share_prompts, the number of tokens with which all rows begin; 0 for whole rows.
+    """
+    if shared:
+        from extras.shared_prompts import hidden_states_behind_prompt
+
+        return hidden_states_behind_prompt(model, input_ids, shared)
     return body(model)(input_ids=input_ids, use_cache=False).last_hidden_state
 
 

@@ -136,15 +136,16 @@ class ScalarModel(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, input_ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def forward(self, input_ids: torch.Tensor, mask: torch.Tensor, shared: int = 0) -> torch.Tensor:
         """Return the head's output (tokens,) at the set positions of a mask, row by row, in float32
         or better, also in autocast.
 
         Args:
             input_ids: (N, L), padded on the right, where causal attention does not reach.
             mask: (N, L) bool, made from lengths and not from token ids.
+            shared: see `last_hidden_states`.
         """
-        hidden = last_hidden_states(self.model, input_ids)[mask]
+        hidden = last_hidden_states(self.model, input_ids, shared)[mask]
         weight = self.model.score.weight
         dtype = torch.promote_types(weight.dtype, torch.float32)
         # The 8 bits of bfloat16 are too few for a score.

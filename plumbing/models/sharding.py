@@ -90,7 +90,7 @@ class Sharding:
 
     def shard(self, module: nn.Module, reward_model: bool = False) -> nn.Module:
         """Set a module's attention and autocast, shard it, recompute its blocks and compile it, as
-        the flags say; all in place.
+        the flags say; all in place. Raise a UserError if it does not support --share_prompts.
 
         A reward model keeps no activations. With --async_steps it scores in another thread, which
         must not compile.
@@ -103,6 +103,10 @@ class Sharding:
         model = next(part for part in module.modules() if isinstance(part, PreTrainedModel))
         if self.args.attention != "auto":
             set_attention(model, self.args.attention)
+        if self.args.share_prompts and not reward_model:
+            from extras.shared_prompts import check_shared_prompts
+
+            check_shared_prompts(model)
         module.forward = self.precision.autocast()(module.forward)
         if self.shards_reward_models if reward_model else self.on:
             self._fully_shard(module, model)

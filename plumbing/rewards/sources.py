@@ -260,8 +260,11 @@ class Scoring:
         self.reward_sources = reward_sources
         self.interrupted = interrupted
         self.samples: dict[int, Any] = {}  # by their places
-        # Samples by source; used in the event loop only.
+        self.lock = threading.Lock()  # of what two threads change
         self.waiting: dict[str, list] = {name: [] for name in reward_sources.sources}
+        self.begun = dict.fromkeys(
+            reward_sources.sources, 0
+        )  # calls that have taken no samples yet
         self.jobs: list[Future] = []
 
     def add(self, place: int, sample) -> None:
@@ -278,19 +281,26 @@ class Scoring:
                 self._start(name, [sample])
 
     def _start(self, name: str, samples: list) -> None:
-        self.jobs.append(self.reward_sources.loop.start(self._score(name, samples)))
+        """Have a source score some samples. A call begins only where those that have begun cannot take
+        all that wait: each costs a wake-up of the event loop.
+        """
+        most = self.reward_sources.sources[name].most
+        with self.lock:
+            self.waiting[name] += samples
+            while len(self.waiting[name]) > self.begun[name] * most:
+                self.begun[name] += 1
+                self.jobs.append(self.reward_sources.loop.start(self._score(name)))
 
-    async def _score(self, name: str, samples: list) -> None:
-        """Have a source score some samples, with others that wait for it, once it is free."""
+    async def _score(self, name: str) -> None:
+        """Have a source score the samples that wait for it, once it is free."""
         source = self.reward_sources.sources[name]
-        waiting = self.waiting[name]
-        waiting += samples
         await asyncio.sleep(0.002)  # what ends at the same time is scored together
         async with source.at_once:
-            taken = waiting[: source.most]
-            del waiting[: source.most]
-            if taken:  # else another call has taken them
-                keep(name, taken, await source.score(taken))
+            with self.lock:
+                self.begun[name] -= 1
+                taken = self.waiting[name][: source.most]
+                del self.waiting[name][: source.most]
+            keep(name, taken, await source.score(taken))
 
     def finish(self) -> list:
         """Wait for all scores, and return the samples in order; if interrupted, scores may be

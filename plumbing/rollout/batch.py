@@ -374,27 +374,44 @@ class Batch:
         rows = [context for i in chosen for context in self.samples[i].contexts]
         return collate(rows, self.response_mask.device)
 
+    def cut(
+        self, chosen: list[int], args: Any, world: utils.World
+    ) -> list[tuple[list[int], tuple]]:
+        """Cut some of the responses into this rank's micro-batches of --micro_batch_tokens, as many on
+        every rank.
+
+        Returns:
+            For each micro-batch its responses, and the inputs of a model: input_ids and response_mask
+            (n, L), with --share_prompts perhaps also the tokens of a shared prompt.
+        """
+        if args.share_prompts:
+            from extras.shared_prompts import cut_by_prompt
+
+            return cut_by_prompt(self, chosen, args.micro_batch_tokens, world)
+        lengths = self.padded_lengths
+        cuts = utils.micro_batches([lengths[i] for i in chosen], args.micro_batch_tokens, world)
+        by_micro_batch = [[chosen[i] for i in cut] for cut in cuts]
+        return [(rows, self.collate(rows)) for rows in by_micro_batch]
+
     def micro_batches(
-        self, chosen: list[int], token_budget: int, world: utils.World
-    ) -> Iterator[tuple[tuple[Tensor, Tensor], dict[str, Tensor], bool]]:
-        """Cut some of the responses into this rank's micro-batches.
+        self, chosen: list[int], args: Any, world: utils.World
+    ) -> Iterator[tuple[tuple, dict[str, Tensor], bool]]:
+        """Go through this rank's micro-batches of some of the responses.
 
         Yields:
-            the inputs of a model (input_ids, response_mask: (n, L)), the slices (n, T) of `tokens`,
-            where T is the longest response of the micro-batch, and whether it is the last one.
+            the inputs of a model, see `cut`, the slices (n, T) of `tokens`, where T is the longest
+            response of the micro-batch, and whether it is the last one.
             What the loop adds to the slices, (n, T) by name, goes to `updated`.
         """
         for i in chosen:  # another rank may have the latest update of a response this time
             self.updated.pop(i, None)
         own = self.lengths
         self.trained_tokens += sum(own[i] for i in chosen)
-        lengths = self.padded_lengths
-        cuts = utils.micro_batches([lengths[i] for i in chosen], token_budget, world)
-        for number, cut in enumerate(cuts, 1):
-            rows = [chosen[i] for i in cut]
+        cuts = self.cut(chosen, args, world)
+        for number, (rows, inputs) in enumerate(cuts, 1):
             longest = max([len(self.samples[i].response) for i in rows], default=0)
             tokens = {name: x[rows, :longest] for name, x in self.tokens.items()}
-            yield self.collate(rows), tokens, number == len(cuts)
+            yield inputs, tokens, number == len(cuts)
             added = {name: x.detach() for name, x in tokens.items() if name not in self.tokens}
             self.updated |= {i: (place, added) for place, i in enumerate(rows)}
 
@@ -563,12 +580,12 @@ def forward_batch(
         (N, T), 0 after a response's end.
     """
     mask = batch.response_mask
-    cuts = utils.micro_batches(batch.padded_lengths, args.micro_batch_tokens, world)
+    cuts = batch.cut([*range(len(batch.samples))], args, world)
     outputs = [
-        forward_tokens(module, batch.collate(rows), mask[rows], **options)[name] for rows in cuts
+        (rows, forward_tokens(module, inputs, mask[rows], **options)[name]) for rows, inputs in cuts
     ]
-    result = outputs[0].new_zeros(mask.shape)
-    for rows, x in zip(cuts, outputs):
+    result = outputs[0][1].new_zeros(mask.shape)
+    for rows, x in outputs:
         result[rows] = x
     return world.sum(result)  # a row is 0 on all ranks but one
 

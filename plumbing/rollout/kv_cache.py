@@ -11,7 +11,9 @@ from transformers import AttentionInterface, Cache
 from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-ROOM = 128  # tokens that a layer has memory for beyond those that it holds, when it grows
+# A layer that grows gets memory for these further tokens, and for an eighth of those that it holds:
+# much room makes attention slower in a small cache, and little room copies a large one often.
+ROOM = 16
 
 
 class RoomyLayer(DynamicLayer):
@@ -34,7 +36,8 @@ class RoomyLayer(DynamicLayer):
         begin = self.get_seq_length()
         end = begin + key_states.shape[2]
         if end > self.memory[0].shape[2]:
-            self.memory = [pad(x, (0, 0, 0, end - begin + ROOM)) for x in (self.keys, self.values)]
+            room = end - begin + ROOM + begin // 8
+            self.memory = [pad(x, (0, 0, 0, room)) for x in (self.keys, self.values)]
         for memory, states in zip(self.memory, (key_states, value_states)):
             memory[:, :, begin:end] = states
         self.keys, self.values = (x[:, :, :end] for x in self.memory)
