@@ -496,7 +496,8 @@ def generate(
     outputs = {
         name: torch.zeros(len(queries), max_length, device=device) for name in ROLLOUT_OUTPUTS
     }
-    processors = logits_processors(args, width, stop_ids, uniforms is not None, device)
+    samples = uniforms is not None
+    processors = logits_processors(args, width, stop_ids, samples, device)
     stops = torch.tensor(stop_ids, device=device)
     uniforms = None if uniforms is None else uniforms.to(device)
     running = torch.arange(len(queries), device=device)  # (n,), the rows that the batch still holds

@@ -79,7 +79,7 @@ class Variant(NamedTuple):
     """The settings of a --loss."""
 
     token_loss: str  # `kind` of `policy_loss`
-    loss_aggregation: str  # `how` of `aggregate`
+    loss_aggregation: str  # `how` of `loss_reduction`
     advantage_scale: str  # `scale` of `group_advantages`
     clip_low: float
     clip_high: float
@@ -98,7 +98,7 @@ VARIANTS = {
     "dppo_kl": Variant("dppo_kl", "token", "group", 0.05, 0.05),  # the same, binary KL
 }
 CHUNK_TOKENS = 512  # response tokens whose logits are held at once
-ROLLOUT_OUTPUTS = ("rollout_logprobs",)  # what `generate` stores per token; vLLM returns no others
+ROLLOUT_OUTPUTS = ("rollout_logprobs",)  # what `generate` stores per token; vLLM has no others
 MAX_LOG_RATIO = 20  # in nats: exp of more would swamp a batch
 SHRINK_AT = 0.25  # share of finished rows at which the decode loop drops them
 
@@ -145,11 +145,12 @@ class Args(
     step's tokens; sequence: mean of the sequences' means; sequence_sum: mean of their sums;
     constant: sum / (sequences * max_response_length). Default: the variant's."""
     advantage_scale: Literal["group", "batch", "none", "gdpo", "maxrl", "passk"] | None = None
-    """What divides a score minus the mean of its group. group: standard deviation of the group's
-    scores; batch: that of the step's; none: nothing; gdpo: each reward is normalized in its group,
-    and their weighted sum over the step (arXiv:2601.05242); maxrl: mean of the group's scores,
-    which must not be negative (arXiv:2602.02710); passk: only the best response of a group has an
-    advantage (arXiv:2503.19595). Default: the variant's."""
+    """How a score minus the mean of its group becomes an advantage. group: divided by the standard
+    deviation of the group's scores; batch: by that of the step's scores; none: as it is; gdpo: each
+    reward is normalized in its group, and the weighted sum of the rewards over the step
+    (arXiv:2601.05242); maxrl: divided by the mean of the group's scores, which must not be negative
+    (arXiv:2602.02710); passk: only the best response of a group has an advantage
+    (arXiv:2503.19595). Default: the variant's."""
     turn_rewards: bool = False
     """Give each turn of an --environment an advantage of its own, in place of one for the whole
     response: its return, the rewards from this turn on, is compared with those of the turns of the
@@ -168,9 +169,9 @@ class Args(
     """Weight of the entropy bonus."""
     entropy_target: NonNegativeFloat = 0.0
     """Target of the mean entropy per token (Skywork-OR1, arXiv:2505.22312). The weight of the bonus
-    starts at --entropy_coef. After a step below the target it rises by 0.005, else it falls by
-    0.005, within 0 and 1. If a step was above the target, the next one has no bonus. 0 keeps the
-    weight fixed."""
+    starts at --entropy_coef. After each step it rises by 0.005 if the entropy was below the target,
+    else it falls by 0.005, within 0 and 1. After a step above the target it is not applied. 0 keeps
+    the weight fixed."""
 
     kl_coef: NonNegativeFloat = 0.001
     """Weight beta of the KL to the reference; 0 loads no reference model."""
@@ -297,8 +298,8 @@ class Args(
                 and self.kl_in == "loss"
                 and self.advantage_scale not in ("gdpo", "maxrl")
             ),
-            "--turn_rewards requires episode in --reward, --kl_in loss, and another "
-            "--advantage_scale than gdpo and maxrl",
+            "--turn_rewards requires episode (the environment's rewards) in --reward, --kl_in loss, "
+            "and another --advantage_scale than gdpo and maxrl",
         )
 
 
@@ -334,7 +335,8 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
     """Estimate KL(policy || reference) per token from the sampled tokens' log-probabilities, any
     shape.
 
-    With d = logprobs - ref_logprobs; on the right, the mean gradient of each as a loss, on policy:
+    d = logprobs - ref_logprobs; the right column has the expected gradient of each as a loss, on
+    policy:
         k1 = d                   zero
         abs = |d|                that of the sum of |p - p_ref| over the vocabulary
         k2 = d^2 / 2             that of the reverse KL
@@ -433,10 +435,10 @@ def policy_loss(
         q = old_logprobs.exp()
         change = (p - q).abs()
         if kind == "dppo_kl":
-            # KL(q || p) between two outcomes: this token, and all others. The 1e-8 is verl's: a p
-            # that rounds to 1 is not infinitely far away.
-            others = ((1 - q + 1e-8) / (1 - p + 1e-8)).log()
-            change = (1 - q) * others - q * log_ratio.detach()
+            # KL(q || p) between two outcomes, this token and any other: the sum of q * log(q / p).
+            # The 1e-8 is verl's: a p that rounds to 1 is not infinitely far away.
+            log_of_others = ((1 - q + 1e-8) / (1 - p + 1e-8)).log()
+            change = (1 - q) * log_of_others + q * (old_logprobs - logprobs.detach())
         too_high = (p > q) & (change > clip_high)
         too_low = (p < q) & (change > clip_low)
         left_out = too_high.where(advantages > 0, too_low)
@@ -453,8 +455,8 @@ def policy_loss(
 def old_policy(args: Args, correction: str, updates_per_step: int) -> str:
     """Return which policy is pi_old, the denominator of the ratio.
 
-    "sampler": the policy that sampled the tokens. Used with --async_steps, where it is older than
-        the start of the step, unless --rollout_correction accounts for the difference.
+    "sampler": the policy that sampled the tokens, which is older than the start of the step with
+        --async_steps. Not used if --rollout_correction accounts for the difference.
     "start": the policy at the start of the step. An extra forward pass before the first update
         computes its log-probabilities.
     "current": the same policy without that pass. With one update per step, the forward pass of
@@ -642,7 +644,7 @@ def ptx_losses(
         for row in take_prompts(prompts, update * size, size, args.seed)
     ]
     batch = Batch.from_samples(samples, world.device)
-    for inputs, *_ in batch.micro_batches([*range(size)], args, world):
+    for inputs, *_ in batch.micro_batches([*range(size)], args, world):  # ids and response mask
         set_gradient_sync(wrapped, False)
         # Temperature 1, whatever that of the rollout.
         logprobs = wrapped(*inputs, temperature=1.0)["logprobs"]
@@ -703,7 +705,8 @@ def generate(
     outputs = {
         name: torch.zeros(len(queries), max_length, device=device) for name in ROLLOUT_OUTPUTS
     }
-    processors = logits_processors(args, width, stop_ids, uniforms is not None, device)
+    samples = uniforms is not None
+    processors = logits_processors(args, width, stop_ids, samples, device)
     stops = torch.tensor(stop_ids, device=device)
     uniforms = None if uniforms is None else uniforms.to(device)
     running = torch.arange(len(queries), device=device)  # (n,), the rows that the batch still holds
@@ -785,9 +788,11 @@ def final_scores(scores: Tensor, lengths: Tensor, stopped: Tensor, args: Args) -
             (N,), in tokens, including those that tools and environments wrote. stopped: (N,) bool.
     """
     if args.non_stop_penalty:
-        value = args.penalty_reward_value
+        penalised = scores.clamp(max=0)
+        if args.penalty_reward_value is not None:
+            penalised = torch.full_like(scores, args.penalty_reward_value)
         kept = stopped | scores.isnan()  # no penalty in place of a missing score
-        scores = scores.where(kept, scores.clamp(max=0) if value is None else value)
+        scores = scores.where(kept, penalised)
     if args.overlong_buffer:
         over = lengths - (args.max_response_length - args.overlong_buffer)
         scores = scores - (over.to(scores.dtype) / args.overlong_buffer).clamp(min=0)
@@ -840,7 +845,7 @@ def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) ->
     samples: list[Sample] = []
     for refill in range(1 + MAX_REFILLS):
         rows = next_prompts(prompts, step, state, position, count, args)
-        # The first round has the key of a run without refills, and so the same responses.
+        # The key of the first round has no 0: recorded runs keep their responses.
         key = ("rollout", args.seed, step, refill) if refill else ("rollout", args.seed, step)
         latest = sampler.rollout(rows, args.group_size, key)
         position += count
@@ -920,8 +925,9 @@ def turn_advantages(
     advantages = torch.zeros_like(returns)
     for turn in turns.unique():
         tokens = mask & (turns == turn)
-        of_turn = returns.where(tokens & begins, -torch.inf).amax(1)  # (N,), -inf without a turn
-        advantages += tokens * group_advantages(of_turn, group_size, scale)[:, None]
+        # (N,): the return at the first token of the turn, -inf without such a turn.
+        turn_returns = returns.where(tokens & begins, -torch.inf).amax(1)
+        advantages += tokens * group_advantages(turn_returns, group_size, scale)[:, None]
     return advantages
 
 
@@ -940,9 +946,9 @@ def policy_metrics(total: dict[str, float], scores: Tensor, kl_coef: float) -> d
     """Return the logged objectives of a step.
 
     Args:
-        total: of `utils.Sums`; a name that was never added is not `in` it, and reads as NaN. "kl",
-            "surprisal" and "responses" count each response once, sums over tokens ("tokens",
-            "entropy" and so on) once per epoch.
+        total: of `utils.Sums`; a name that was never added reads as NaN. `add_rollout` adds "kl",
+            "surprisal" and "responses", for each response once; sums over tokens ("tokens",
+            "entropy" and so on) count it once per epoch.
         scores: (N,), of all responses that were sampled. kl_coef: beta of the step.
     """
     tokens = total["tokens"]
@@ -961,7 +967,7 @@ def policy_metrics(total: dict[str, float], scores: Tensor, kl_coef: float) -> d
         "policy/clipfrac_avg": total["clipped"] / tokens,
         "policy/entropy_avg": total["entropy"] / tokens,
         "rollout/correction_mean": total["weights"] / tokens,
-        **({"rollout/left_out": total["left_out"] / tokens} if "left_out" in total else {}),
+        "rollout/left_out": total["left_out"] / tokens,
     }
 
 
@@ -984,7 +990,8 @@ def main(args: Args) -> None:
     if "dppo" in args.loss:
         pi_old = "sampler"  # the trust region is around the policy that sampled
     needs_start_logprobs = pi_old == "start" or kl_in == "reward"
-    # Models and optimizers have names, and "" is that of the policy.
+    # Loads a checkpoint, if there is one; from then on `rollouts.take` calls `collect`. Models and
+    # optimizers have names, and "" is that of the policy.
     rollouts = parts.start(collect, total_steps, {"": optimizer})
     adaptive_kl = AdaptiveKL(args, run.state)
     adaptive_entropy = utils.AdaptiveEntropy(args, run.state)
@@ -1023,8 +1030,8 @@ def main(args: Args) -> None:
                 f"{batch.samples[worst].row['prompt']!r}"
             )
         advantages = group_advantages(outcomes, args.group_size, settings.advantage_scale)  # (N,)
-        # Where only the KL is not finite, the update must be skipped. `group_advantages` gives 0
-        # there, as for a missing score; NaN makes `Optimizer.step` skip.
+        # A KL that is not finite must not count as a missing score, which has an advantage of 0: NaN
+        # makes `Optimizer.step` skip the update.
         advantages[scores.isfinite() & ~outcomes.isfinite()] = math.nan
         advantages = advantages[:, None].where(mask, 0.0)  # (N, T)
         if args.turn_rewards:  # an advantage per turn, in place of that of the response
@@ -1041,7 +1048,8 @@ def main(args: Args) -> None:
         updates = utils.mini_batches(
             trainable, args.mini_batch_size, args.num_epochs, (args.seed, step)
         )
-        optimizer.begin_step(step, len(updates))  # fewer where responses were left out
+        # There are fewer updates than `updates_per_step` where responses were left out.
+        optimizer.begin_step(step, len(updates))
         for number, (epoch, mini) in enumerate(updates):
             reduce_loss = loss_reduction(
                 settings.loss_aggregation, mask, mini, updates, args.max_response_length
@@ -1056,8 +1064,9 @@ def main(args: Args) -> None:
                 set_gradient_sync(wrapped, last)
                 out = forward_tokens(wrapped, inputs, m, entropy=True)
                 logprobs = out["logprobs"]
-                # If they were not computed: with pi_old "current", no update has come before, and
-                # `logprobs` are the same; with pi_old "sampler", only the log reads them.
+                # Where they were not computed, `logprobs` stand for them: with pi_old "current" both
+                # are the same, as no update has come before; with pi_old "sampler" only the log
+                # reads them.
                 start_logprobs = micro.get("start_logprobs", logprobs.detach())
                 by_sampler = micro["rollout_logprobs"]
                 old_logprobs = by_sampler if pi_old == "sampler" else start_logprobs
@@ -1090,15 +1099,14 @@ def main(args: Args) -> None:
                 sums.add(policy_loss=policy_term / len(updates), loss=loss / len(updates))
                 sums.add(m, tokens=m, entropy=out["entropies"], clipped=clipped, weights=weights)
                 sums.add(m, approxkl=(logprobs - old_logprobs).square() / 2)
-                # tokens.jsonl logs what `micro` holds.
+                # `micro_batches` takes back what is added to `micro`, for tokens.jsonl.
                 micro.update(
                     start_logprobs=start_logprobs,
                     entropies=out["entropies"],
                     weights=weights * in_loss,
                     clipped=clipped,
                 )
-                if args.rollout_correction or args.off_policy_delta:
-                    sums.add(m, left_out=weights * in_loss == 0)
+                sums.add(m, left_out=weights * in_loss == 0)
                 if epoch == 0:  # logged once per response: surprisal, KL, trainer - sampler
                     # Whether `start_logprobs` come from weights that this step had already updated.
                     updated = number > 0 and not needs_start_logprobs

@@ -172,9 +172,9 @@ class Args(
     """Weight of the entropy bonus."""
     entropy_target: NonNegativeFloat = 0.0
     """Target of the mean entropy per token (Skywork-OR1, arXiv:2505.22312). The weight of the bonus
-    starts at --entropy_coef. After a step below the target it rises by 0.005, else it falls by
-    0.005, within 0 and 1. If a step was above the target, the next one has no bonus. 0 keeps the
-    weight fixed."""
+    starts at --entropy_coef. After each step it rises by 0.005 if the entropy was below the target,
+    else it falls by 0.005, within 0 and 1. After a step above the target it is not applied. 0 keeps
+    the weight fixed."""
 
     kl_coef: NonNegativeFloat = 0.001
     """Weight beta of the KL to the reference; 0 loads no reference model."""
@@ -295,7 +295,8 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
     """Estimate KL(policy || reference) per token from the sampled tokens' log-probabilities, any
     shape.
 
-    With d = logprobs - ref_logprobs; on the right, the mean gradient of each as a loss, on policy:
+    d = logprobs - ref_logprobs; the right column has the expected gradient of each as a loss, on
+    policy:
         k1 = d                   zero
         abs = |d|                that of the sum of |p - p_ref| over the vocabulary
         k2 = d^2 / 2             that of the reverse KL
@@ -491,8 +492,8 @@ def resample(weights: Tensor, generator: np.random.Generator) -> list[int]:
 def old_policy(args: Args, correction: str, updates_per_step: int) -> str:
     """Return which policy is pi_old, the denominator of the ratio.
 
-    "sampler": the policy that sampled the tokens. Used with --async_steps, where it is older than
-        the start of the step, unless --rollout_correction accounts for the difference.
+    "sampler": the policy that sampled the tokens, which is older than the start of the step with
+        --async_steps. Not used if --rollout_correction accounts for the difference.
     "start": the policy at the start of the step. An extra forward pass before the first update
         computes its log-probabilities.
     "current": the same policy without that pass. With one update per step, the forward pass of
@@ -681,9 +682,9 @@ class Critic(nn.Module):
             input_ids: (N, L), padded on the right. response_mask: (N, L) bool, set on response
                 tokens. shared: see `Policy.forward`.
         """
-        # Set at the position before each response token; the first one is of the query, so that
-        # `roll` carries nothing to the end.
-        return {"values": self.scalar(input_ids, response_mask.roll(-1, 1), shared)}
+        # The positions before response tokens. The first token is of the query: nothing wraps around.
+        before = response_mask.roll(-1, 1)
+        return {"values": self.scalar(input_ids, before, shared)}
 
 
 def load_critic(
@@ -720,8 +721,10 @@ def update_critic(
     step: int,
     world: utils.World,
 ) -> utils.Sums:
-    """Train the critic on the responses `drawn`, those with a score or what --pf_ppo made of them;
-    return the sums of the value loss and the tokens that were clipped.
+    """Train the critic; return the sums of the value loss and the tokens that were clipped.
+
+    Args:
+        drawn: responses with a score; with --pf_ppo some are missing, others are there repeatedly.
     """
     sums = utils.Sums(world)  # for the log; add(m, ...) sums where m is set
     updates = utils.mini_batches(drawn, *critic_size_and_epochs(args), (args.seed, step))
@@ -824,7 +827,8 @@ def generate(
     outputs = {
         name: torch.zeros(len(queries), max_length, device=device) for name in ROLLOUT_OUTPUTS
     }
-    processors = logits_processors(args, width, stop_ids, uniforms is not None, device)
+    samples = uniforms is not None
+    processors = logits_processors(args, width, stop_ids, samples, device)
     stops = torch.tensor(stop_ids, device=device)
     uniforms = None if uniforms is None else uniforms.to(device)
     running = torch.arange(len(queries), device=device)  # (n,), the rows that the batch still holds
@@ -988,9 +992,9 @@ def policy_metrics(total: dict[str, float], scores: Tensor, kl_coef: float) -> d
     """Return the logged objectives of a step.
 
     Args:
-        total: of `utils.Sums`; a name that was never added is not `in` it, and reads as NaN. "kl",
-            "surprisal" and "responses" count each response once, sums over tokens ("tokens",
-            "entropy" and so on) once per epoch.
+        total: of `utils.Sums`; a name that was never added reads as NaN. `add_rollout` adds "kl",
+            "surprisal" and "responses", for each response once; sums over tokens ("tokens",
+            "entropy" and so on) count it once per epoch.
         scores: (N,), of all responses that were sampled. kl_coef: beta of the step.
     """
     tokens = total["tokens"]
@@ -1009,7 +1013,7 @@ def policy_metrics(total: dict[str, float], scores: Tensor, kl_coef: float) -> d
         "policy/clipfrac_avg": total["clipped"] / tokens,
         "policy/entropy_avg": total["entropy"] / tokens,
         "rollout/correction_mean": total["weights"] / tokens,
-        **({"rollout/left_out": total["left_out"] / tokens} if "left_out" in total else {}),
+        "rollout/left_out": total["left_out"] / tokens,
     }
 
 
@@ -1091,6 +1095,7 @@ def main(args: Args) -> None:
             drawn = resample(
                 filter_weights(groups, args.pf_ppo), utils.generator("filter", args.seed, step)
             )
+            # A group without any score was drawn from, too.
             drawn = [i for i in drawn if scores[i].isfinite()]
 
         # ---- 4. updates of critic and policy: epochs, mini-batches (an optimizer step each) ----
@@ -1148,11 +1153,10 @@ def main(args: Args) -> None:
                 sums.add(policy_loss=policy_term / len(updates), loss=loss / len(updates))
                 sums.add(m, tokens=m, entropy=out["entropies"], clipped=clipped, weights=weights)
                 sums.add(m, approxkl=(logprobs - old_logprobs).square() / 2)
-                # tokens.jsonl logs what `micro` holds.
+                # `micro_batches` takes back what is added to `micro`, for tokens.jsonl.
                 micro.update(start_logprobs=start_logprobs, entropies=out["entropies"])
                 micro.update(weights=weights * in_loss, clipped=clipped)
-                if args.rollout_correction or args.off_policy_delta:
-                    sums.add(m, left_out=weights * in_loss == 0)
+                sums.add(m, left_out=weights * in_loss == 0)
                 # Logged once per response: surprisal, KL, trainer - sampler.
                 if epoch == 0 and args.pf_ppo == "none":
                     # Whether `start_logprobs` come from weights that this step had already updated.

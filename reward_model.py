@@ -13,8 +13,8 @@ Deliberate choices:
 1. The head has no bias and starts at Normal(0, 1 / sqrt(hidden + 1)) (arXiv:2009.01325), so
    that scores start near 0.
 2. The score is read at the last token by the rows' lengths, never by looking for padding: pad ==
-   eos is harmless. (transformers' own forward looks for padding. Where pad == eos, the config
-   therefore has no pad token, and that forward takes one row at a time.)
+   eos is harmless. (transformers' own forward looks for padding. Where pad == eos, the saved
+   config therefore has no pad token, and transformers can score only one row at a time.)
 3. A response ends with the stop token of the chat template, as those of a policy do, and is encoded
    behind its prompt.
 4. The gradient is that of the global batch: neither the number of ranks nor `--micro_batch_tokens`
@@ -42,7 +42,11 @@ import utils
 from plumbing import cli
 from plumbing.cli import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from plumbing.data.mixture import count_steps, take_prompts
-from plumbing.data.pairs import SIDES, TEXTS, load_train_and_eval_pairs  # keys of ids, of texts
+from plumbing.data.pairs import (
+    SIDES,  # "chosen" and "rejected", the keys of token ids in a pair
+    TEXTS,  # the keys of their texts
+    load_train_and_eval_pairs,
+)
 from plumbing.models import loading
 from plumbing.models.sharding import Sharding, set_gradient_sync
 from plumbing.models.tokenizer import load_tokenizer_and_stop_ids
@@ -276,7 +280,7 @@ def main(args: Args) -> None:
         optimizer.step()
 
         # ---- metrics ----
-        gathered = [pair for _, pair in sorted(world.all_gather(local))]
+        gathered = [pair_scores for _, pair_scores in sorted(world.all_gather(local))]
         scores = torch.tensor(gathered, dtype=torch.float64)  # (P, 2)
         position += args.batch_size
         metrics = {
@@ -290,7 +294,7 @@ def main(args: Args) -> None:
         }
         run.log.samples(step, sample_pairs(batch[: args.log_samples], scores))
         tokens = sum(len(pair[side]) for pair in batch for side in SIDES)
-        run.finish_step(metrics, tokens, tokens, position=position)
+        run.finish_step(metrics, tokens=tokens, trained_tokens=tokens, position=position)
     if not eval_pairs:  # mean and deviation of the scores are those of training pairs
         try:
             evaluate(take_prompts(pairs, 0, min(1000, len(pairs)), args.seed))

@@ -144,9 +144,9 @@ class Args(
     """Weight of the entropy bonus."""
     entropy_target: NonNegativeFloat = 0.0
     """Target of the mean entropy per token (Skywork-OR1, arXiv:2505.22312). The weight of the bonus
-    starts at --entropy_coef. After a step below the target it rises by 0.005, else it falls by
-    0.005, within 0 and 1. If a step was above the target, the next one has no bonus. 0 keeps the
-    weight fixed."""
+    starts at --entropy_coef. After each step it rises by 0.005 if the entropy was below the target,
+    else it falls by 0.005, within 0 and 1. After a step above the target it is not applied. 0 keeps
+    the weight fixed."""
 
     kl_coef: NonNegativeFloat = 0.001
     """Weight beta of the KL to the reference; 0 loads no reference model."""
@@ -254,7 +254,8 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
     """Estimate KL(policy || reference) per token from the sampled tokens' log-probabilities, any
     shape.
 
-    With d = logprobs - ref_logprobs; on the right, the mean gradient of each as a loss, on policy:
+    d = logprobs - ref_logprobs; the right column has the expected gradient of each as a loss, on
+    policy:
         k1 = d                   zero
         abs = |d|                that of the sum of |p - p_ref| over the vocabulary
         k2 = d^2 / 2             that of the reverse KL
@@ -389,8 +390,8 @@ def leave_one_out(grouped: Tensor) -> Tensor:
 def old_policy(args: Args, correction: str, updates_per_step: int) -> str:
     """Return which policy is pi_old, the denominator of the ratio.
 
-    "sampler": the policy that sampled the tokens. Used with --async_steps, where it is older than
-        the start of the step, unless --rollout_correction accounts for the difference.
+    "sampler": the policy that sampled the tokens, which is older than the start of the step with
+        --async_steps. Not used if --rollout_correction accounts for the difference.
     "start": the policy at the start of the step. An extra forward pass before the first update
         computes its log-probabilities.
     "current": the same policy without that pass. With one update per step, the forward pass of
@@ -602,7 +603,8 @@ def generate(
     outputs = {
         name: torch.zeros(len(queries), max_length, device=device) for name in ROLLOUT_OUTPUTS
     }
-    processors = logits_processors(args, width, stop_ids, uniforms is not None, device)
+    samples = uniforms is not None
+    processors = logits_processors(args, width, stop_ids, samples, device)
     stops = torch.tensor(stop_ids, device=device)
     uniforms = None if uniforms is None else uniforms.to(device)
     running = torch.arange(len(queries), device=device)  # (n,), the rows that the batch still holds
@@ -748,7 +750,8 @@ def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) ->
             break
     if args.advantage != "remax":
         return select_groups(batch, has_signal, sampler, step, position)
-    greedy = sampler.rollout(rows, 0, ("greedy", args.seed, step))  # 0 samples: a greedy one
+    # A greedy response to each of `rows`, which are all prompts: remax has no refills.
+    greedy = sampler.rollout(rows, 0, ("greedy", args.seed, step))
     sums = weighted_sum(greedy.reward_components, args)
     # --mask_truncated leaves no baseline out: a greedy response without a stop token keeps
     # its score, with the penalty.
@@ -760,7 +763,7 @@ def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) ->
     experience.baselines = baselines.repeat_interleave(args.group_size)
     experience.metrics["val/missing_greedy_scores"] = int(missing.sum())
     experience.sampled_tokens += sum(greedy.lengths)
-    # Why a reward source scored nothing at all: none of the samples, else no greedy response.
+    # The reason why a source has scored none of the samples, else none of the greedy responses.
     experience.unscored = experience.unscored or unscored(greedy, sampler.reward_sources, args)
     return experience
 
@@ -801,8 +804,8 @@ def token_advantages(
             advantages = leave_one_out(grouped)
         else:
             advantages = minus_mean(grouped, lengths if kind == "opo" else torch.ones_like(lengths))
-        # Exactly 0 where all R of a group are equal. An R that is not finite stays, if that is due to
-        # the KL: `Optimizer.step` then skips the update.
+        # Exactly 0 where all R of a group are equal. Below, a missing score gets 0, too. An R that
+        # only the KL makes NaN stays NaN: `Optimizer.step` then skips the update.
         advantages = advantages.masked_fill(
             equal_scores(grouped)[:, None] & grouped.isfinite(), 0.0
         ).flatten()
@@ -825,9 +828,9 @@ def policy_metrics(total: dict[str, float], scores: Tensor, kl_coef: float) -> d
     """Return the logged objectives of a step.
 
     Args:
-        total: of `utils.Sums`; a name that was never added is not `in` it, and reads as NaN. "kl",
-            "surprisal" and "responses" count each response once, sums over tokens ("tokens",
-            "entropy" and so on) once per epoch.
+        total: of `utils.Sums`; a name that was never added reads as NaN. `add_rollout` adds "kl",
+            "surprisal" and "responses", for each response once; sums over tokens ("tokens",
+            "entropy" and so on) count it once per epoch.
         scores: (N,), of all responses that were sampled. kl_coef: beta of the step.
     """
     tokens = total["tokens"]
@@ -846,7 +849,7 @@ def policy_metrics(total: dict[str, float], scores: Tensor, kl_coef: float) -> d
         "policy/clipfrac_avg": total["clipped"] / tokens,
         "policy/entropy_avg": total["entropy"] / tokens,
         "rollout/correction_mean": total["weights"] / tokens,
-        **({"rollout/left_out": total["left_out"] / tokens} if "left_out" in total else {}),
+        "rollout/left_out": total["left_out"] / tokens,
     }
 
 
@@ -915,7 +918,8 @@ def main(args: Args) -> None:
         updates = utils.mini_batches(
             trainable, args.mini_batch_size, args.num_epochs, (args.seed, step)
         )
-        optimizer.begin_step(step, len(updates))  # fewer where responses were left out
+        # There are fewer updates than `updates_per_step` where responses were left out.
+        optimizer.begin_step(step, len(updates))
         for number, (epoch, mini) in enumerate(updates):
             reduce_loss = loss_reduction(
                 loss_aggregation, mask, mini, updates, args.max_response_length
@@ -937,7 +941,7 @@ def main(args: Args) -> None:
                     logprobs, by_sampler, micro["advantages"], m, args.off_policy_delta
                 )
                 log_ratio = logprobs - old_logprobs
-                if args.ratio == "sequence":
+                if args.ratio == "sequence":  # `reduce_loss` takes the mean of a response's tokens
                     log_ratio = masked_sum(log_ratio, m, 1)[:, None].expand_as(log_ratio)
                 token_losses, clipped = clipped_loss(
                     log_ratio,
@@ -956,11 +960,10 @@ def main(args: Args) -> None:
                 sums.add(policy_loss=policy_term / len(updates), loss=loss / len(updates))
                 sums.add(m, tokens=m, entropy=out["entropies"], clipped=clipped, weights=weights)
                 sums.add(m, approxkl=(logprobs - old_logprobs).square() / 2)
-                # tokens.jsonl logs what `micro` holds.
+                # `micro_batches` takes back what is added to `micro`, for tokens.jsonl.
                 micro.update(start_logprobs=start_logprobs, entropies=out["entropies"])
                 micro.update(weights=weights * in_loss, clipped=clipped)
-                if args.rollout_correction or args.off_policy_delta:
-                    sums.add(m, left_out=weights * in_loss == 0)
+                sums.add(m, left_out=weights * in_loss == 0)
                 if epoch == 0:  # logged once per response: surprisal, KL, trainer - sampler
                     # Whether `start_logprobs` come from weights that this step had already updated.
                     updated = number > 0 and not needs_start_logprobs

@@ -261,6 +261,7 @@ class Optimizer:
     ):
         setting = lambda name: getattr(args, prefix + name)
         self.peak = setting("learning_rate")
+        # The critic has no flag for it.
         self.floor = 0.0 if prefix else args.min_learning_rate
         self.schedule = setting("lr_schedule")
         self.warmup_ratio = setting("warmup_ratio")
@@ -317,7 +318,7 @@ class Optimizer:
         self.updates += 1
         self.norms.append(norm)
         scale_was_lowered = self.rescale(finite)
-        # A scale that was too high is a reason of its own, and is lowered now: no fault to count.
+        # With fp16 a scale of the loss that was too high is no fault of the run; it is lower now.
         if not scale_was_lowered:
             self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
             if not finite or not norm:
@@ -386,13 +387,13 @@ class AdaptiveEntropy:
     """
 
     def __init__(self, args: Any, state: dict):
-        """`state`: of the run, which keeps `steered`, the weight where there is a bonus, and `coef`
+        """`state`: of the run, which keeps `weight`, which each step changes, and `coef`
         for a resume.
         """
         self.target = args.entropy_target
         self.state = state
         saved = state.get("entropy_coefs") if self.target else None
-        self.steered, self.coef = saved or [args.entropy_coef] * 2
+        self.weight, self.coef = saved or [args.entropy_coef] * 2
 
     def update(self, entropy: float) -> None:
         """Add 0.005 where the step's mean entropy per token is below the target, else subtract it,
@@ -400,9 +401,9 @@ class AdaptiveEntropy:
         """
         if self.target and math.isfinite(entropy):
             change = 0.005 if entropy < self.target else -0.005
-            self.steered = min(max(self.steered + change, 0.0), 1.0)
-            self.coef = self.steered if entropy <= self.target else 0.0
-            self.state["entropy_coefs"] = [self.steered, self.coef]
+            self.weight = min(max(self.weight + change, 0.0), 1.0)
+            self.coef = self.weight if entropy <= self.target else 0.0
+            self.state["entropy_coefs"] = [self.weight, self.coef]
 
     def metrics(self) -> dict:
         return {"policy/entropy_coef": self.coef} if self.target else {}
@@ -446,7 +447,7 @@ def micro_batches(lengths: list[int], token_budget: int, world: World) -> list[l
     """
     # Longest first: memory problems show at once.
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    # A place holds one sequence per rank. (places,), the greatest length in each.
+    # Each rank has one sequence at each place. (places,), the greatest length at a place.
     longest = np.array([lengths[i] for i in order[:: world.size]])
     # Dynamic programming over cut positions: cost[i] is the minimum for the first i places, and
     # last_cut[i] the place where the last micro-batch of that minimum begins.
@@ -456,7 +457,8 @@ def micro_batches(lengths: list[int], token_budget: int, world: World) -> list[l
     for end in range(1, len(longest) + 1):
         while start < end - 1 and (end - start) * longest[start] > token_budget:
             start += 1
-        # Tokens of longest[i:end] as one micro-batch.
+        # For every begin in start..end - 1: tokens of the places from there to end - 1 as one
+        # micro-batch, padded to the longest.
         padded = np.arange(end - start, 0, -1) * longest[start:end]
         costs = cost[start:end] + padded + PASS_TOKENS
         cost[end] = costs.min()

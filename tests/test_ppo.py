@@ -169,7 +169,7 @@ def test_ptx_losses_add_the_gradient_of_the_cross_entropy(load, monkeypatch, bud
     than rows.
     """
     monkeypatch.setattr(ppo, "CHUNK_TOKENS", 3)
-    args = SimpleNamespace(ptx_batch_size=len(ALL), micro_batch_tokens=budget, seed=1)
+    args = ppo.Args(ptx_batch_size=len(ALL), micro_batch_tokens=budget, seed=1)
     of_policy = SimpleNamespace(temperature=0.6, entropy_coef=0.0, gradient_checkpointing=False)
     policy = ppo.Policy(load("gpt_neox", F64), of_policy)
     pairs = pairs_of(random_batch())
