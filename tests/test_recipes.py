@@ -56,6 +56,7 @@ WORDS = {  # what a recipe is called with; several: on several nodes
         ["rloo"],
         ["ppo"],
         ["distill"],
+        ["brief"],
         ["reward_model"],
         ["gsm8k", "."],
     ],

@@ -3,6 +3,7 @@
 # two CPU cores or one GPU of 24 GB. Held-out prompts are of a tenth by hash; of one kind, frequency, no prompt trains.
 #   bash scripts/train/smollm2.sh grpo           or rloo, ppo: about 40 minutes on two cores with bf16
 #   bash scripts/train/smollm2.sh distill        the model that grpo has trained teaches the one that it began from
+#   bash scripts/train/smollm2.sh brief          the model learns what it does behind a system prompt: short answers
 #   bash scripts/train/smollm2.sh reward_model   pairs of the model's own responses, a reward model, and GRPO on it
 #   bash scripts/train/smollm2.sh gsm8k FOLDER   train.jsonl and test.jsonl of GSM8K: supervised, then GRPO, 100 steps each
 # Numbers: results/smollm2.json has three runs of grpo and one of each other recipe, of which rloo, ppo and reward_model
@@ -44,6 +45,10 @@ distill)
     exec python distill.py --run_name "$name" "${task[@]}" --teacher "$runs/smollm2-grpo/final" \
         --rollout_batch_size 32 --passes 0.16 --learning_rate 2e-5 "$@"
     ;;
+brief)
+    exec python distill.py --run_name "$name" "${task[@]}" --teacher "$model" \
+        --teacher_system_prompt "Answer in one short sentence." --rollout_batch_size 32 --passes 0.16 --learning_rate 2e-5 "$@"
+    ;;
 reward_model)
     # Both are kept, so that `reward_model --resume` goes on.
     if [ ! -e "$runs/$name-samples/pairs.jsonl" ]; then
@@ -67,7 +72,7 @@ gsm8k)
         --rollout_batch_size 16 --group_size 8 --total_episodes 12800 --kl_coef 0 --learning_rate 1e-5 "$@"
     ;;
 *)
-    echo "error: no recipe called '$recipe'; there are grpo, rloo, ppo, distill, reward_model and gsm8k" >&2
+    echo "error: no recipe called '$recipe'; there are grpo, rloo, ppo, distill, brief, reward_model and gsm8k" >&2
     exit 2
     ;;
 esac
