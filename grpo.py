@@ -1023,7 +1023,7 @@ def main(args: Args) -> None:
         if kl_in == "reward":
             kl = estimate_kl(batch.tokens["start_logprobs"], batch.tokens["ref_logprobs"])
             outcomes = outcomes - kl_coef * masked_sum(kl, mask, 1)
-        if args.advantage_scale == "maxrl" and (scores < 0).any():
+        if settings.advantage_scale == "maxrl" and (scores < 0).any():
             worst = scores.nan_to_num().argmin()
             raise utils.UserError(
                 "--advantage_scale maxrl: a score is negative, of a response to "

@@ -10,12 +10,14 @@ import itertools
 import json
 import math
 import os
+import socket
 import time
-from typing import Any, Iterator
+from typing import Any, Iterator, Sequence
 
 import aiohttp
 import torch
 from transformers import PreTrainedModel
+from yarl import URL
 
 from extras.vllm.sampling import (
     ADAPTER,
@@ -167,9 +169,10 @@ class Servers(VllmSampling):
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
-        from vllm.utils.network_utils import get_ip, get_open_port
+        from vllm.utils.network_utils import get_open_port
 
-        info = NCCLTrainerInitInfo(get_ip(), get_open_port(), size, rank=self.world.rank)
+        address = own_address(self.urls)
+        info = NCCLTrainerInitInfo(address, get_open_port(), size, rank=self.world.rank)
         self.sender = WeightTransferTrainerFactory.trainer_init(
             info, client=self, source=self.weights
         )
@@ -282,3 +285,15 @@ class Servers(VllmSampling):
             "rollout_logprobs": [token["logprob"] for token in tokens],
             "policy_steps": policy_steps(versions),
         }
+
+
+def own_address(urls: Sequence[str]) -> str:
+    """Return the address at which servers reach this machine: VLLM_HOST_IP if that is set, else the
+    one of its connection to the first server that is not on this machine.
+    """
+    found = os.environ.get("VLLM_HOST_IP", "")
+    for url in urls:
+        if not found or found.startswith("127."):
+            with socket.create_connection((URL(url).host, URL(url).port)) as server:
+                found = server.getsockname()[0]
+    return found

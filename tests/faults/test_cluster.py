@@ -156,6 +156,75 @@ def test_faults_of_a_node(nodes, base, whole, tmp_path, long, fault):
     assert difference(values, whole) < 1e-9
 
 
+KEYS = ("VLLM_API_KEY", "REWARD_API_KEY")
+NODE_OF_VLLM, NODE_OF_REWARDS, NODE_OF_AGENT = 2, 3, 4  # nodes 0 and 1 train
+
+
+@pytest.fixture
+def five_nodes(tmp_path, long):
+    """A vLLM server, a reward server and the program of an agent, each on a node of its own."""
+    if not long:
+        pytest.skip("runs with --long")
+    (tmp_path / "reward.py").write_text(helpers.REWARD)
+    environment = os.environ | helpers.VLLM_ON_CPU | dict.fromkeys(KEYS, "a long key")
+    with helpers.vllm_preloaded(), forked_python.python() as python:
+        cluster = Cluster(5)
+        vllm = ["scripts/vllm_server.py", "--model", "assets/guess", "--host", "10.77.0.3"]
+        vllm += ["--precision", "float32", "--kv_cache_gb", "0.02", "--max_length", "250"]
+        rewards = ["scripts/reward_server.py", "--reward", f"{tmp_path}/reward.py:score"]
+        commands = {
+            NODE_OF_VLLM: [*vllm, *helpers.SERVER_ON_CPU],
+            NODE_OF_REWARDS: [*rewards, "--host", "10.77.0.4"],
+            NODE_OF_AGENT: ["tests/support/far_agent.py"],
+        }
+        running = [
+            subprocess.Popen([*cluster.inside(node), python, *line], env=environment, cwd=ROOT)
+            for node, line in commands.items()
+        ]
+        yield cluster
+        for each in running:
+            each.kill()
+            each.wait(10)
+        cluster.end()
+
+
+def test_servers_and_an_agent_on_other_nodes(five_nodes, tmp_path, monkeypatch):
+    """Weights go to vLLM by gloo, and the tokens that it samples are those that train."""
+    for name in KEYS:
+        monkeypatch.setenv(name, "a long key")
+    values = {
+        "model": str(ROOT / "assets/guess"),
+        "dataset": str(ROOT / "assets/guess/train.jsonl"),
+        "agent": f"{ROOT / 'tests/support/far_agent.py'}:play",
+        "rollout_backend": "server",
+        "rollout_servers": "http://10.77.0.3:8000",
+        "reward": ("http://10.77.0.4:8731", "episode"),
+        "output_dir": str(tmp_path / "runs"),
+        "run_name": "run",
+        "rollout_batch_size": 4,
+        "group_size": 4,
+        "total_episodes": 48,
+        "max_response_length": 64,
+        "learning_rate": 1e-3,
+        "kl_coef": 0.0,
+        "eval_every": 0,
+        "save_every": 0,
+        "shard": "fsdp",
+    }
+    holders = [holder.pid for holder in five_nodes.holders]
+    environment = {"MASTER_ADDR": "10.77.0.1", "GLOO_SOCKET_IFNAME": "eth0"}
+    environment |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    places = {rank: partial(on_node, holders[rank], rank, tmp_path, STEP, "") for rank in (0, 1)}
+    ranks = helpers.start_ranks(values, 2, places, environment)
+    seen = "\n----\n".join(rank.wait().err for rank in ranks)
+    assert [rank.code for rank in ranks] == [0, 0], seen
+    rows = helpers.metrics_of(values)
+    assert len(rows) == 3
+    for row in rows:
+        assert row["val/missing_scores"] == 0 and row["rollout/logprob_diff_max"] < 1e-3
+        assert 0 < row["reward/episode"] <= 1 and row["rollout/sync_gb"] > 0
+
+
 # ---- servers behind a network that harms ---------------------------------------------------------
 
 
