@@ -109,9 +109,8 @@ class ModelSource:
         )
         # Each rank has its own batches. A rank with fewer batches joins the passes of the others.
         most = self.world.max(torch.tensor(len(batches), device=self.device)).item()
+        batches += [[]] * (most - len(batches))
         scores = [math.nan] * len(samples)
-        while len(batches) < most:
-            batches.append([])
         for batch in batches:
             # Two tokens, whose score is dropped, stand for a sequence that is missing.
             rows = [torch.tensor(sequences[i] or [0, 0]) for i in batch] or [torch.tensor([0, 0])]

@@ -9,7 +9,15 @@ from types import SimpleNamespace
 import helpers
 import pytest
 import torch
-from helpers import folder_of, metrics_of, run_here, same_weights, scalar_folder, weights_of
+from helpers import (
+    folder_of,
+    metrics_of,
+    run_here,
+    same_weights,
+    scalar_folder,
+    variant,
+    weights_of,
+)
 from test_equations import close, double
 from test_policy import ALL, EXACT, gradient_of, pairs_of, plain_logprobs, random_batch, relative
 from test_rloo import whiten_by_hand
@@ -390,13 +398,7 @@ def test_critic_warm_up(base, tmp_path, monkeypatch):
     """In the first two steps the critic trains alone, from a head of zeros; the policy's schedule
     spans the rest.
     """
-    values = {
-        **base,
-        "output_dir": str(tmp_path),
-        "critic_warmup_steps": 2,
-        "save_every": 1,
-        "keep_checkpoints": 0,
-    }
+    values = variant(base, tmp_path, critic_warmup_steps=2, save_every=1, keep_checkpoints=0)
     values |= dict(
         lr_schedule="linear", critic_lr_schedule="linear", ptx_coef=0.1, kl_coef=0.0, gae_lambda=1.0
     )
@@ -441,8 +443,8 @@ def test_critic_warm_up(base, tmp_path, monkeypatch):
 @pytest.mark.parametrize("pf_ppo", ["none", "pow"])
 def test_the_weight_of_the_kl_waits_for_the_policy(base, tmp_path, pf_ppo):
     """--kl_target has nothing to adapt to while the critic trains alone."""
-    values = {**base, "output_dir": str(tmp_path), "pf_ppo": pf_ppo, "critic_warmup_steps": 2}
-    run_here({**values, "kl_target": 9.0, "kl_horizon": 10, "save_every": 0}, "ppo")
+    values = variant(base, tmp_path, pf_ppo=pf_ppo, critic_warmup_steps=2, save_every=0)
+    run_here({**values, "kl_target": 9.0, "kl_horizon": 10}, "ppo")
     rows = metrics_of(values)
     # far below the target
     expected = [0.1, 0.1, 0.1, 0.1 * (1 - 0.2 * 8 / 10)]
