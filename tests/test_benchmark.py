@@ -75,7 +75,7 @@ def test_a_table_pairs_the_rounds(capsys):
     assert lines[5:8] == [["case"], ["step,", "s", "first", "step,", "s"], ["TRL", "3.0", "9.0"]], (
         lines
     )
-    assert [line[-1] for line in lines[-6:-3]] == ["1.25", "0.50", "2.00"]  # median, min, max
+    assert [line[-1] for line in lines[-8:-5]] == ["1.25", "0.50", "2.00"]  # median, min, max
 
 
 def test_the_work_that_trl_shares(tmp_path, monkeypatch):
