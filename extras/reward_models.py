@@ -108,7 +108,7 @@ class ModelSource:
             list(map(len, sequences)), self.token_budget, World(0, 1, self.device)
         )
         # Each rank has its own batches. A rank with fewer batches joins the passes of the others.
-        most = self.world.max(torch.tensor(len(batches), device=self.device)).item()
+        most = int(self.world.max(torch.tensor(len(batches), device=self.device)))
         batches += [[]] * (most - len(batches))
         scores = [math.nan] * len(samples)
         for batch in batches:
