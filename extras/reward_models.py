@@ -108,10 +108,9 @@ class ModelSource:
             list(map(len, sequences)), self.token_budget, World(0, 1, self.device)
         )
         # Each rank has its own batches. A rank with fewer batches joins the passes of the others.
-        most = self.world.max(torch.tensor(len(batches), device=self.device)).item()
+        most = int(self.world.max(torch.tensor(len(batches), device=self.device)))
+        batches += [[]] * (most - len(batches))
         scores = [math.nan] * len(samples)
-        while len(batches) < most:
-            batches.append([])
         for batch in batches:
             # Two tokens, whose score is dropped, stand for a sequence that is missing.
             rows = [torch.tensor(sequences[i] or [0, 0]) for i in batch] or [torch.tensor([0, 0])]

@@ -9,6 +9,7 @@ Runs that are compared take turns, each in a process of its own with one thread,
 at once. Numbers are medians over the processes of the median step, the first two left out.
 """
 
+import itertools
 import math
 import os
 import sys
@@ -32,7 +33,7 @@ import utils
 from plumbing.data import tasks
 from plumbing.rewards.verifiers import gsm8k
 from plumbing.run.folder import machine
-from plumbing.run.log import read_log
+from plumbing.run.log import append, read_log
 
 TINY = os.path.join(utils.ROOT, "assets/tiny")
 GPU = torch.cuda.is_available()
@@ -113,8 +114,7 @@ def measure(kind: str, flags: dict) -> None:
     if kind == "TRL":
         folder = os.path.join(flags["output_dir"], flags["run_name"])
         os.makedirs(folder)
-        steps = pandas.DataFrame(run_trl(flags))
-        steps.to_json(f"{folder}/metrics.jsonl", orient="records", lines=True)
+        append(f"{folder}/metrics.jsonl", run_trl(flags))
         return
     _, *further = kind.split()
     grpo.main(tyro.cli(grpo.Args, args=further, default=grpo.Args(**flags)))
@@ -125,7 +125,7 @@ def medians(steps: pandas.DataFrame) -> pandas.Series:
     which has what --compile costs.
     """
     frame = steps.reindex(columns=[*METRICS]).rename(columns=METRICS).dropna(subset="step, s")
-    first = pandas.Series({"first step, s": frame["step, s"].iloc[0]})
+    first = pandas.Series({"first step, s": frame["step, s"][:1].mean()})
     return pandas.concat([frame[WARM_UP:].median(), first])
 
 
@@ -141,58 +141,48 @@ def random_model(shape: str, folder: str) -> str:
     return folder
 
 
-def compare(cases: dict[str, tuple], rounds: int, minutes: float) -> tuple:
-    """Run each kind on each case in turns, in processes of their own, until the minutes are over;
-    print the medians of each at once.
+def compare(cases: dict[tuple, dict], rounds: int, minutes: float) -> tuple:
+    """Run each case in turns, in processes of their own, until the minutes are over; print the
+    medians of each at once.
 
     Args:
-        cases: flags of grpo.py, and kinds, by name; a round is their seed.
+        cases: {(name, kind): flags of grpo.py}; a round is their seed.
     Returns:
-        {case: {(kind, round): steps}}, without those that have no step that counts, and the names
-        of those that failed.
+        {(name, kind, round): steps}, without those that have no step that counts, and the names of
+        those that failed.
     """
-    runs: dict[str, dict] = {case: {} for case in cases}
+    runs = {}
     failed = []
     os.environ |= ENVIRONMENT
     end = time.monotonic() + 60 * minutes
-    turns = [
-        (seed, case, kind)
-        for seed in range(1, rounds + 1)
-        for case, (_, kinds) in cases.items()
-        for kind in kinds
-    ]
-    for seed, case, kind in turns:
+    for seed, ((case, kind), flags) in itertools.product(range(1, rounds + 1), cases.items()):
         if (left := end - time.monotonic()) <= 0:
             break
         name = f"{case}, {kind}, round {seed}"
-        flags = {**cases[case][0], "run_name": name, "seed": seed}
+        flags = {**flags, "run_name": name, "seed": seed}
         process = get_context("spawn").Process(target=measure, args=(kind, flags))
         process.start()
         process.join(left)
-        code = process.exitcode
-        if code is None:
-            process.kill()
-            process.join()
+        code = process.exitcode  # None if the time is over
+        process.kill()
+        process.join()
         steps = pandas.DataFrame(read_log(os.path.join(flags["output_dir"], name)))
+        numbers = medians(steps).dropna()
         if code:
             failed.append(name)
             print(f"{name}: FAILED, exit code {code}", flush=True)
-        elif steps.reindex(columns=["time/step"]).count().item() <= WARM_UP:
+        elif "step, s" not in numbers:
             print(f"{name}: no number, as the time was over", flush=True)
         else:
-            runs[case][kind, seed] = steps
-            numbers = medians(steps).dropna().map("{:.4g}".format)
-            print(f"{name}:", ", ".join(f"{n} {x}" for n, x in numbers.items()), flush=True)
+            runs[case, kind, seed] = steps
+            print(f"{name}:", ", ".join(f"{n} {x:.4g}" for n, x in numbers.items()), flush=True)
     return runs, failed
 
 
-def table(runs: dict[tuple, pandas.DataFrame]) -> str:
+def table(rows: pandas.DataFrame) -> str:
     """Return medians over the rounds, and the median, lowest and highest ratio to the first kind,
-    in a round.
+    in a round; of the rows of each (kind, round).
     """
-    if not runs:
-        return "no number"
-    rows = pandas.DataFrame({key: medians(steps) for key, steps in runs.items()}).T
     rows = rows.dropna(axis=1)
     base = rows.index[0][0]
     ratios = rows.div(rows.loc[base], level=1).groupby(level=0, sort=False)
@@ -201,12 +191,14 @@ def table(runs: dict[tuple, pandas.DataFrame]) -> str:
     return f"{text}\n\nratios to {base}, in a round\n{ranges.to_string()}"
 
 
-def report(title: str, runs: dict[str, dict], failed: list[str], output: str) -> None:
+def report(title: str, runs: dict[tuple, pandas.DataFrame], failed: list[str], output: str) -> None:
     """Print the table of each case, and where it was measured; write this to a Markdown file if
     there is a name for it; exit with code 1 if some processes failed.
     """
-    tables = "\n\n".join(f"{case}\n{table(of_case)}" for case, of_case in runs.items())
-    text = f"# {title}\n\n{machine()}, torch {torch.__version__}\n\n```\n{tables}\n```\n"
+    rows = pandas.DataFrame({key: medians(steps) for key, steps in runs.items()}).T
+    cases = dict.fromkeys(case for case, *_ in runs)
+    tables = "\n\n".join(f"{case}\n{table(rows.loc[case])}" for case in cases)
+    text = f"# {title}\n\n{machine()}, torch {torch.__version__}\n\n```\n{tables or 'no number'}\n```\n"
     print(text)
     if output:
         Path(output).write_text(text)
@@ -241,7 +233,8 @@ def step(
     with tempfile.TemporaryDirectory() as folder:
         for name in shape:
             model = random_model(name, f"{folder}/{name}")
-            cases[name] = {**flags, "model": model, "output_dir": folder}, kinds
+            for kind in kinds:
+                cases[name, kind] = {**flags, "model": model, "output_dir": folder}
         runs, failed = compare(cases, rounds, minutes)
     report("Steps", runs, failed, output)
 
@@ -290,21 +283,22 @@ def trl(
                 kinds.append("grpo.py --compile")
             if name != "demo":
                 flags["reward"] = (f"{__file__}:parity",)
-            cases[name] = flags, kinds
+            cases |= {(name, kind): flags for kind in kinds}
         runs, failed = compare(cases, rounds, 1e3)
-    if picture and "demo" in runs:
-        draw(runs["demo"], picture)
+    if picture and "demo" in work:
+        draw(runs, picture)
     report("GRPO by TRL and by grpo.py", runs, failed, output)
 
 
 def draw(runs: dict[tuple, pandas.DataFrame], picture: str) -> None:
-    """Draw held-out accuracy over seconds of training, a curve per run."""
+    """Draw held-out accuracy over seconds of training, a curve per run of the demo's task."""
     axes = Figure(figsize=(7, 3), layout="constrained").subplots()
-    for (kind, number), run in runs.items():
-        curve = run.assign(seconds=run["time/step"].cumsum()).dropna(subset="eval/accuracy")
-        color = {"TRL": "tab:orange"}.get(kind, "tab:blue")
-        label = kind if number == 1 else None
-        axes.plot(curve["seconds"], curve["eval/accuracy"], ".-", color=color, label=label)
+    for (case, kind, number), run in runs.items():
+        if case == "demo":
+            curve = run.assign(seconds=run["time/step"].cumsum()).dropna(subset="eval/accuracy")
+            color = "tab:orange" if kind == "TRL" else "tab:blue"
+            label = kind if number == 1 else None
+            axes.plot(curve["seconds"], curve["eval/accuracy"], ".-", color=color, label=label)
     axes.set(xlabel="seconds of training, one CPU thread", ylabel="held-out accuracy")
     axes.legend()
     axes.figure.savefig(picture, dpi=150)

@@ -115,14 +115,11 @@ class Engine(VllmSampling):
 
     length = 1  # of responses; the first step is for Adam's state
 
-    def __init__(self, args, model, world, *_):
-        precision = loading.precision(args.precision, world.device)
-        weights = sum(tensor.numel() for _, tensor, _ in sent_weights(model))
-        weights *= precision.frozen_dtype.itemsize
+    def __init__(self, args, model, world, precision, outputs):
+        numbers = sum(tensor.numel() for _, tensor, _ in sent_weights(model))
+        weights = numbers * precision.frozen_dtype.itemsize / args.vllm_tensor_parallel
         cache = args.kv_cache_gb * 1e9 or self.gpu_bytes / 4
-        self.bytes = [weights / args.vllm_tensor_parallel, cache]
-        if args.rollout_backend == "server":
-            self.bytes = [0.0, 0.0]
+        self.bytes = [0.0, 0.0] if args.rollout_backend == "server" else [weights, cache]
         self.stays = args.async_steps
         self.sends_adapter = bool(args.lora_rank and args.vllm_lora)
 
@@ -176,10 +173,12 @@ class Params4bit(torch.nn.Parameter):
         return small
 
 
-def keep_gradients(module, **options):
-    """Stand for DDP, whose gradients live in buckets that stay."""
-    torch.optim.AdamW.zero_grad = lambda adam: None
-    return module
+class KeepGradients(torch.nn.Module):
+    """Stands for DDP, whose gradients live in buckets that stay."""
+
+    def __new__(cls, module, **options):
+        torch.optim.AdamW.zero_grad = lambda adam: None
+        return module
 
 
 def resize(storage, size, resize=torch.UntypedStorage.resize_):
@@ -217,7 +216,7 @@ def replace_machine(gpus, gpu_bytes):
     PreTrainedModel.from_pretrained = classmethod(fake_weights)
     torch.nn.Module.to = lambda module, *_, **options: module
     torch.UntypedStorage.resize_ = resize
-    torch.nn.parallel.DistributedDataParallel = keep_gradients
+    sharding.DistributedDataParallel = KeepGradients
     Engine.gpu_bytes = gpu_bytes
     sharding.say = functools.partial(print, file=sys.stdout)  # what --shard auto chooses is shown
     torch.distributed.broadcast_object_list = sharding.Sharding._load_shards = lambda *_: None

@@ -66,10 +66,9 @@ def main(results: Positional[Path], picture: Path) -> None:
         print(f"| {variant} |", " | ".join(map(str, row)), "|")
     figure = Figure((8, 1 + 0.3 * len(table)), layout="constrained")
     for axes, column in zip(figure.subplots(1, 2, sharey=True), table):
-        for place, (middle, low, high) in enumerate(table[column]):
-            axes.plot([low, high], [place, place], color="tab:blue")
-            axes.plot(middle, place, "o", color="tab:blue")
-        axes.set_yticks(range(len(table)), table.index)
+        middle, low, high = zip(*table[column])
+        axes.hlines(table.index, low, high)
+        axes.plot(middle, table.index, "o")
         axes.set_title(f"held-out accuracy, {column}", loc="left", fontsize=10)
         axes.grid(color="#ecebe6")
     axes.invert_yaxis()

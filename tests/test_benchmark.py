@@ -23,30 +23,24 @@ FLAGS = benchmark.TABLE["flags"] | {
 }
 
 
-def test_processes(monkeypatch, tmp_path):
-    """Runs of grpo.py without and with a further flag, each in a process of its own."""
+def test_processes(monkeypatch, tmp_path, capsys):
+    """Runs without and with further flags, each in a process of its own. One that fails is
+    reported, and no process outlives the minutes.
+    """
     # one that has its imports
     monkeypatch.setattr(benchmark, "get_context", lambda method: helpers._server())
-    kinds = ["grpo.py", "grpo.py --lora_rank 2"]
-    cases = {"case": (FLAGS | {"output_dir": str(tmp_path)}, kinds)}
-    runs, failed = benchmark.compare(cases, 1, 10)
-    assert [kind for kind, _ in runs["case"]] == kinds and not failed
-    for steps in runs["case"].values():
+    flags = FLAGS | {"output_dir": str(tmp_path)}
+    kinds = ["grpo.py", "grpo.py --temperature 0", "grpo.py --lora_rank 2"]
+    runs, failed = benchmark.compare({("case", kind): flags for kind in kinds}, 1, 10)
+    assert [kind for _, kind, _ in runs] == kinds[::2]
+    for steps in runs.values():
         assert (benchmark.medians(steps) > 0).all() and steps["time/step"].count() == 3
-
-
-def test_what_fails_or_is_not_done_in_time(monkeypatch, tmp_path, capsys):
-    """The others are reported, and no process outlives the minutes."""
-    monkeypatch.setattr(benchmark, "get_context", lambda method: helpers._server())
-    case = FLAGS | {"output_dir": str(tmp_path)}
-    kinds = ["grpo.py --temperature 0", "grpo.py"]
-    runs, failed = benchmark.compare({"case": (case, kinds)}, 1, 10)
-    assert failed == ["case, grpo.py --temperature 0, round 1"] and len(runs["case"]) == 1
+    assert failed == ["case, grpo.py --temperature 0, round 1"]
     with pytest.raises(SystemExit, match="temperature 0"):
         benchmark.report("Steps", runs, failed, "")
     begin = time.monotonic()
-    long = case | {"output_dir": str(tmp_path / "long"), "total_episodes": 80_000}
-    assert benchmark.compare({"case": (long, kinds[1:] * 9)}, 1, 1 / 600)[0] == {"case": {}}
+    long = {**flags, "output_dir": str(tmp_path / "long"), "total_episodes": 80_000}
+    assert benchmark.compare({("case", "grpo.py"): long}, 9, 1 / 600) == ({}, [])
     assert time.monotonic() - begin < 10 and "no number" in capsys.readouterr().out
 
 
@@ -70,13 +64,18 @@ def test_what_the_decode_loop_reads(tmp_path):
         assert decoding.metrics() == {}
 
 
-def test_a_table_pairs_the_rounds():
+def test_a_table_pairs_the_rounds(capsys):
     """Medians over the rounds, without the first steps; ratios round by round."""
     seconds = {("TRL", 1): 2.0, ("grpo.py", 1): 1.0, ("TRL", 2): 4.0, ("grpo.py", 2): 8.0}
-    runs = {key: pandas.DataFrame({"time/step": [9.0, 9.0, x]}) for key, x in seconds.items()}
-    lines = [line.split() for line in benchmark.table(runs).splitlines()]
-    assert lines[1:3] == [["TRL", "3.0", "9.0"], ["grpo.py", "4.5", "9.0"]]
-    assert [line[-1] for line in lines[-6:-3]] == ["1.25", "0.50", "2.00"]  # median, min, max
+    runs = {
+        ("case", *key): pandas.DataFrame({"time/step": [9.0, 9.0, x]}) for key, x in seconds.items()
+    }
+    benchmark.report("Steps", runs, [], "")
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[5:8] == [["case"], ["step,", "s", "first", "step,", "s"], ["TRL", "3.0", "9.0"]], (
+        lines
+    )
+    assert [line[-1] for line in lines[-8:-5]] == ["1.25", "0.50", "2.00"]  # median, min, max
 
 
 def test_the_work_that_trl_shares(tmp_path, monkeypatch):
@@ -85,12 +84,10 @@ def test_the_work_that_trl_shares(tmp_path, monkeypatch):
     seen = []
 
     def compare(cases, rounds, minutes):
-        for name, (flags, kinds) in cases.items():
+        for (name, kind), flags in cases.items():
             args = grpo.Args(**flags)
-            seen.append((name, args.precision, args.max_response_length, len(kinds)))
-        return {
-            name: {(kind, 1): steps for kind in kinds} for name, (_, kinds) in cases.items()
-        }, []
+            seen.append((name, kind, args.precision, args.max_response_length))
+        return {(*case, 1): steps for case in cases}, []
 
     monkeypatch.setattr(benchmark, "compare", compare)
     picture = tmp_path / "demo.png"
@@ -98,8 +95,14 @@ def test_the_work_that_trl_shares(tmp_path, monkeypatch):
     benchmark.trl(work, rounds=1, model=benchmark.TINY, picture=str(picture))
     assert picture.stat().st_size > 1000
     assert seen == [
-        ("demo", "auto", 48, 2),
-        ("long tail", "auto", 256, 2),
-        ("bf16", "bf16", 64, 3),
-        ("float32", "float32", 64, 3),
+        ("demo", "TRL", "auto", 48),
+        ("demo", "grpo.py", "auto", 48),
+        ("long tail", "TRL", "auto", 256),
+        ("long tail", "grpo.py", "auto", 256),
+        ("bf16", "TRL", "bf16", 64),
+        ("bf16", "grpo.py", "bf16", 64),
+        ("bf16", "grpo.py --compile", "bf16", 64),
+        ("float32", "TRL", "float32", 64),
+        ("float32", "grpo.py", "float32", 64),
+        ("float32", "grpo.py --compile", "float32", 64),
     ]

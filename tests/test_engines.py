@@ -99,29 +99,6 @@ def asynchronous(tmp_path, monkeypatch) -> dict:
     }
 
 
-def test_the_rollout_runs_while_the_step_trains(asynchronous, monkeypatch):
-    """A prefetched rollout waits here for an update, which would never come if training waited for
-    the rollout.
-    """
-    updated = threading.Event()
-    threads = []
-    generate = StandIn.generate
-    update = utils.Optimizer.step
-
-    def wait_and_generate(*args):
-        threads.append(threading.current_thread() is threading.main_thread())
-        assert threads[-1] or updated.wait(60)
-        updated.clear()
-        return generate(*args)
-
-    monkeypatch.setattr(StandIn, "generate", wait_and_generate)
-    monkeypatch.setattr(
-        utils.Optimizer, "step", lambda *args, **options: updated.set() or update(*args, **options)
-    )
-    run_here(asynchronous)
-    assert threads[0] and len(threads) > 2 and not any(threads[1:])
-
-
 @pytest.mark.parametrize("owner, name", [(StandIn, "generate"), (utils.Optimizer, "step")])
 def test_an_error_in_either_thread_ends_the_run(asynchronous, monkeypatch, owner, name):
     calls = []

@@ -13,6 +13,7 @@ import forked_python
 import helpers
 import pytest
 import torch
+from helpers import variant
 
 import utils
 from plumbing.run import ranks as of_ranks
@@ -81,14 +82,8 @@ def test_torchrun_starts_again_and_resumes(base, tmp_path):
     (tmp_path / "deadly.py").write_text(DEADLY)
     marker = tmp_path / "marker"
     log = tmp_path / "log"
-    values = {
-        **base,
-        "output_dir": str(tmp_path),
-        "run_name": "run",
-        "total_episodes": 48,
-        "save_every": 0,
-    }
-    values |= {"reward": f"{tmp_path / 'deadly.py'}:score", "resume": True}
+    values = variant(base, tmp_path, total_episodes=48, save_every=0, resume=True)
+    values["reward"] = f"{tmp_path / 'deadly.py'}:score"
     metrics = helpers.folder_of(values) / "metrics.jsonl"
     restarts = ("--max_restarts", "1")
     with forked_python.torchrun(
@@ -114,13 +109,7 @@ def slow(seconds: float) -> None:
 
 def test_ranks_that_wait_print_where(base, tmp_path):
     """The one that is slow and the one that waits for it, again and again; the run goes on."""
-    values = {
-        **base,
-        "output_dir": str(tmp_path),
-        "run_name": "run",
-        "total_episodes": 8,
-        "save_every": 0,
-    }
+    values = variant(base, tmp_path, total_episodes=8, save_every=0)
     ranks = helpers.run_ranks(values, 2, (0, 0), {0: partial(slow, 0.0), 1: partial(slow, 4.0)})
     assert ranks[1].err.count("Timeout (0:00:0") >= 2 and " in <lambda>\n" in ranks[1].err
     assert "distributed_c10d.py" in ranks[0].err
@@ -158,18 +147,12 @@ def watched(folder: str, rank: int, factor: float) -> None:
 @pytest.mark.parametrize("shard", ["none", "fsdp"])
 def test_a_loss_that_is_not_finite_on_one_rank(base, tmp_path, shard):
     """All ranks skip the same update, which is counted, and go on with equal weights."""
-    values = {
-        **base,
-        "output_dir": str(tmp_path),
-        "run_name": shard,
-        "shard": shard,
-        "total_episodes": 16,
-    }
+    values = variant(base, tmp_path, shard=shard, total_episodes=16, num_epochs=2)
     watch = {
         rank: partial(watched, str(tmp_path), rank, factor)
         for rank, factor in enumerate((1.0, float("inf")))
     }
-    helpers.run_ranks(values | {"num_epochs": 2}, 2, (0, 0), watch)
+    helpers.run_ranks(values, 2, (0, 0), watch)
     assert [row["val/skipped_updates"] for row in helpers.metrics_of(values)] == [1, 0]
     ours, theirs = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
     assert len(ours) == 8 and ours == theirs  # after each update

@@ -9,9 +9,17 @@ from types import SimpleNamespace
 import helpers
 import pytest
 import torch
-from helpers import folder_of, metrics_of, run_here, same_weights, scalar_folder, weights_of
+from helpers import (
+    folder_of,
+    metrics_of,
+    run_here,
+    same_weights,
+    scalar_folder,
+    variant,
+    weights_of,
+)
 from test_equations import close, double
-from test_policy import ALL, EXACT, gradient_of, pairs_of, plain_logprobs, random_batch, relative
+from test_policy import ALL, gradient_of, pairs_of, plain_logprobs, random_batch, relative
 from test_rloo import whiten_by_hand
 from tiny_models import CPU
 from transformers import AutoModelForCausalLM, GenerationConfig
@@ -19,9 +27,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 import ppo
 import utils
 from plumbing.models import loading
-from plumbing.rollout.batch import Sampler, pad_rows
+from plumbing.rollout.batch import Sampler
 from ppo import (
-    Critic,
     explained_variance,
     filter_weights,
     update_statistics,
@@ -127,38 +134,7 @@ def test_filter_weights_by_loops(kind):
     assert filter_weights(torch.tensor(GROUPS), kind).dtype == F64
 
 
-# ---- the critic, and PTX -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("family", ["qwen2", "llama", "gpt2"])
-def test_values_are_read_where_each_token_is_predicted(model_folder, tmp_path, family):
-    """Token by token from the hidden states of each row alone: no padding matters, and no dropout
-    (gpt2's is 0.2).
-    """
-    folder = scalar_folder(model_folder(family), tmp_path)
-    scalar, new = loading.load_scalar_model("--value_model", folder, F64, CPU)
-    assert not new and torch.equal(
-        scalar.model.score.weight.float(), weights_of(folder)["score.weight"]
-    )
-    critic = Critic(scalar)
-    batch = random_batch()
-    near = EXACT.get(family, 1e-6)
-    ids, mask = batch.collate(ALL)
-    flat = critic(ids, mask)["values"]
-    values = pad_rows(flat, batch.response_mask)
-    for i, (query, response) in enumerate(pairs_of(batch)):
-        hidden = scalar.model.base_model(
-            input_ids=torch.tensor([[*query, *response]])
-        ).last_hidden_state[0]
-        expected = [
-            scalar.model.score(hidden[len(query) + t - 1]).item() for t in range(len(response))
-        ]
-        close(values[i, : len(response)].detach(), expected, near)
-        ids[i, len(query) + len(response) :] = 9  # other padding
-    assert torch.equal(critic(ids, mask)["values"], flat) and flat.std() > 0.1
-    empty = critic(*batch.collate([]))["values"]  # a rank that has nothing to do
-    empty.sum().backward()
-    assert empty.shape == (0,) and all(p.grad.eq(0).all() for p in critic.parameters())
+# ---- PTX -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -390,13 +366,7 @@ def test_critic_warm_up(base, tmp_path, monkeypatch):
     """In the first two steps the critic trains alone, from a head of zeros; the policy's schedule
     spans the rest.
     """
-    values = {
-        **base,
-        "output_dir": str(tmp_path),
-        "critic_warmup_steps": 2,
-        "save_every": 1,
-        "keep_checkpoints": 0,
-    }
+    values = variant(base, tmp_path, critic_warmup_steps=2, save_every=1, keep_checkpoints=0)
     values |= dict(
         lr_schedule="linear", critic_lr_schedule="linear", ptx_coef=0.1, kl_coef=0.0, gae_lambda=1.0
     )
@@ -441,8 +411,8 @@ def test_critic_warm_up(base, tmp_path, monkeypatch):
 @pytest.mark.parametrize("pf_ppo", ["none", "pow"])
 def test_the_weight_of_the_kl_waits_for_the_policy(base, tmp_path, pf_ppo):
     """--kl_target has nothing to adapt to while the critic trains alone."""
-    values = {**base, "output_dir": str(tmp_path), "pf_ppo": pf_ppo, "critic_warmup_steps": 2}
-    run_here({**values, "kl_target": 9.0, "kl_horizon": 10, "save_every": 0}, "ppo")
+    values = variant(base, tmp_path, pf_ppo=pf_ppo, critic_warmup_steps=2, save_every=0)
+    run_here({**values, "kl_target": 9.0, "kl_horizon": 10}, "ppo")
     rows = metrics_of(values)
     # far below the target
     expected = [0.1, 0.1, 0.1, 0.1 * (1 - 0.2 * 8 / 10)]

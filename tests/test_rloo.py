@@ -10,7 +10,7 @@ import statistics
 import helpers
 import pytest
 import torch
-from helpers import folder_of, metrics_of, read_lines, run_here
+from helpers import folder_of, metrics_of, read_lines, run_here, variant
 from test_equations import close, double, mask_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -182,14 +182,8 @@ def test_what_a_run_trains_on(base, tmp_path, monkeypatch, kind, kl_in, size):
     and beta.
     """
     gaps = base["reward"].replace("reward.py", "gaps.py")
-    values = {
-        **base,
-        "output_dir": str(tmp_path),
-        "advantage": kind,
-        "kl_in": kl_in,
-        "reward": gaps,
-        "gamma": 0.9 if kind == "reinforce++" else 1.0,
-    }
+    values = variant(base, tmp_path, advantage=kind, kl_in=kl_in, reward=gaps)
+    values["gamma"] = 0.9 if kind == "reinforce++" else 1.0
     values |= dict(
         group_size=size, rollout_batch_size=8 // size, precision="float64", kl_estimator="k2"
     )
@@ -248,13 +242,7 @@ def test_remax_compares_with_the_greedy_response(base, tmp_path, monkeypatch, ma
     stop, too: --mask_truncated does not leave it out.
     """
     calls = record(monkeypatch, "token_advantages")
-    values = {
-        **base,
-        "output_dir": str(tmp_path),
-        "advantage": "remax",
-        "rollout_batch_size": 12,
-        "group_size": 2,
-    }
+    values = variant(base, tmp_path, advantage="remax", rollout_batch_size=12, group_size=2)
     values |= dict(
         mini_batch_size=24, num_epochs=1, total_episodes=24, max_response_length=4, log_samples=24
     )

@@ -187,6 +187,7 @@ def test_samples_are_those_of_each_row_alone(load, family, temperature):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_prompt_is_read_once(load, family):
+    """And no padding counts, which --repetition_penalty could take for tokens of the prompt."""
     model = load(family, F64)
     rows = []
     model.get_input_embeddings().register_forward_pre_hook(
@@ -195,18 +196,21 @@ def test_each_prompt_is_read_once(load, family):
     queries = queries_of([3, 9, 1, 5])
     mixed = [queries[i] for i in (0, 1, 1, 2, 0, 3, 1, 2)]
     numbers = uniforms_of(8, 6)
-    for changes in ({}, {"repetition_penalty": 2.5, "min_response_length": 3}):
-        args = Args(max_response_length=6, **changes)
+    seen = set()
+    for penalty in (1.0, 2.5):
+        args = Args(max_response_length=6, min_response_length=3, repetition_penalty=penalty)
         for uniforms in (numbers, None):
             rows.clear()
             sampled = listed(generate(model, mixed, uniforms, STOPS, args, never))
             assert rows[:2] == [(4, 9), (8, 1)]
+            seen.add(str(sampled[0]))
             for i, query in enumerate(mixed):
                 of_row = None if uniforms is None else uniforms[i : i + 1]
                 alone = listed(generate(model, [query], of_row, STOPS, args, never))
                 assert sampled[0][i] == alone[0][0]
                 values = alone[1][0]["rollout_logprobs"]
                 assert sampled[1][i] == {"rollout_logprobs": pytest.approx(values, abs=1e-6)}
+    assert len(seen) == 4  # the penalty changes them
 
 
 class Copies(TorchDispatchMode):
@@ -349,22 +353,6 @@ def test_top_p(load):
     args = Args(max_response_length=1, top_p=0.6)
     responses, _ = listed(generate(model, [query] * 400, uniforms_of(400, 1), [999], args, never))
     assert {response[0] for response in responses} == set(nucleus)
-
-
-def test_repetition_penalty_does_not_depend_on_the_padding(load):
-    """Padding is no token of the prompt: it must not be penalised, least of all where it is the
-    stop token.
-    """
-    model = load("qwen2", F64)
-    queries = queries_of()
-    numbers = uniforms_of(12, 16)
-    args = Args(max_response_length=16, repetition_penalty=2.5)
-    sample = lambda queries, numbers, args: listed(
-        generate(model, queries, numbers, STOPS, args, never)
-    )[0]
-    alone = [sample([query], numbers[i : i + 1], args)[0] for i, query in enumerate(queries)]
-    assert sample(queries, numbers, args) == alone
-    assert alone != sample(queries, numbers, Args(max_response_length=16))
 
 
 @pytest.mark.parametrize("calls", [0, 1, 4])

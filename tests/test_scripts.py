@@ -139,7 +139,7 @@ def test_a_step_without_scores_stops(base, straight, tmp_path, script, response)
     """With step 2 saved, from which the run goes on, once the reward works again, as if nothing had
     been.
     """
-    values = {**straight[script], "output_dir": str(tmp_path), "save_every": 0}
+    values = variant(straight[script], tmp_path, save_every=0)
     options = {"script": script, "environment": ONE_CHECKER}
     fails = helpers.Path(base[script]["reward"].replace(":score", ".fails"))
     fails.write_text(str(response))

@@ -18,6 +18,7 @@ from helpers import (
     run_ranks,
     scalar_folder,
     steps_of,
+    variant,
     weights_of,
 )
 from test_families import family_folder
@@ -168,12 +169,7 @@ def test_other_numbers_of_ranks_go_on(base, whole, tmp_path, script):
     """Two sharded ranks are stopped by SIGTERM to one of them, one whole rank goes on, then two
     sharded ones again, or four of ppo, which has all that can be saved.
     """
-    values = {
-        **base[script],
-        "output_dir": str(tmp_path),
-        "run_name": f"{script} resumed",
-        "save_every": 0,
-    }
+    values = variant(base[script], tmp_path, save_every=0)
     ranks = sharded(values, 2, script, (75, 75), places={1: f"{STOPS[script]}:SIGTERM"})
     assert "Traceback" not in ranks[0].err + ranks[1].err and steps_of(values) == ["step_1"]
     saved = folder_of(values) / "checkpoints" / "step_1"
@@ -200,17 +196,9 @@ def test_what_is_saved_loads_as_it_is(base, tmp_path):
     transformers.AutoTokenizer.from_pretrained(tmp_path / "qwen2").save_pretrained(
         tmp_path / "bf16"
     )
-    values = {
-        **base["rloo"],
-        "model": str(tmp_path / "bf16"),
-        "output_dir": str(tmp_path),
-        "run_name": "saved",
-    }
-    sharded(
-        values | {"total_episodes": 8, "save_every": 1, "eval_every": 0, "ref_refresh_every": 0},
-        2,
-        "rloo",
-    )
+    changes = dict(total_episodes=8, save_every=1, eval_every=0, ref_refresh_every=0)
+    values = variant(base["rloo"], tmp_path, model=str(tmp_path / "bf16"), **changes)
+    sharded(values, 2, "rloo")
     for name, dtype in (("checkpoints/step_1", torch.float64), ("final", torch.bfloat16)):
         weights = weights_of(folder_of(values) / name)
         assert {x.dtype for x in weights.values()} == {dtype} and "lm_head.weight" not in weights
@@ -228,12 +216,7 @@ def test_files_that_rank_0_cannot_read(base, tmp_path):
     """
     broken = shutil.copytree(base["rloo"]["model"], tmp_path / "broken") / "model.safetensors"
     broken.write_bytes(broken.read_bytes()[:5000])
-    values = {
-        **base["rloo"],
-        "ref_model": str(broken.parent),
-        "output_dir": str(tmp_path),
-        "run_name": "none",
-    }
+    values = variant(base["rloo"], tmp_path, ref_model=str(broken.parent))
     ranks = sharded(values, 3, "rloo", (2, 2, 2))
     assert [len(rank.err.splitlines()) for rank in ranks] == [1, 1, 1]
     assert ranks[0].errors[0].startswith(f"error: --ref_model {broken.parent}: ")
@@ -248,14 +231,10 @@ def test_tensors_with_formats_of_their_own(base, tmp_path):
     """transformers keeps the bias of DeepSeek's router in float32, which only the rank that reads
     the files knows.
     """
-    values = {**base["rloo"], "model": family_folder("deepseek_v3", tmp_path / "model")}
-    values |= {
-        "output_dir": str(tmp_path),
-        "run_name": "run",
-        "precision": "pure_bf16",
-        "total_episodes": 8,
-    }
-    sharded({**values, "save_every": 1, "eval_every": 0}, 2, "rloo")
+    changes = dict(precision="pure_bf16", total_episodes=8, save_every=1, eval_every=0)
+    values = variant(base["rloo"], tmp_path, **changes)
+    values["model"] = family_folder("deepseek_v3", tmp_path / "model")
+    sharded(values, 2, "rloo")
     kinds = {
         name: tensor.dtype
         for name, tensor in weights_of(folder_of(values) / "checkpoints" / "step_1").items()
@@ -273,13 +252,9 @@ def test_half_precision_with_and_without_sharding(base, tmp_path, precision):
     """The same first gradient but for rounding; weights are kept in the format that was asked
     for.
     """
-    changes = {"precision": precision, "output_dir": str(tmp_path), "save_every": 1}
-    changes |= {
-        "model": helpers.tiny_model(tmp_path / "qwen2"),
-        "learning_rate": 1e-2,
-        "eval_every": 1,
-    }
-    values = {**base["reward_model"], **changes, "batch_size": 18, "lr_schedule": "constant"}
+    changes = dict(precision=precision, save_every=1, eval_every=1, batch_size=18)
+    changes |= dict(model=helpers.tiny_model(tmp_path / "qwen2"), learning_rate=1e-2)
+    values = variant(base["reward_model"], tmp_path, lr_schedule="constant", **changes)
     runs = [{**values, "run_name": name} for name in ("none", "fsdp")]
     run(runs[0], script="reward_model")
     (first, _) = sharded(runs[1], 2, "reward_model")
@@ -328,9 +303,9 @@ def test_ranks_average_gradients_once_an_update():
 
 
 def test_the_scale_of_the_loss():
-    """Halved by a gradient that is not finite, which does not count as a skipped update; doubled
-    after 2000 that are; the gradient that trains is the unscaled one; scale and counter are part of
-    the state.
+    """Halved by a gradient that overflows, which does not count as a skipped update; doubled after
+    2000 that are finite; the gradient that trains is the unscaled one; scale and counter are part
+    of the state.
     """
     args = grpo.Args(precision="fp16", max_grad_norm=1e9, learning_rate=0.1)
 
@@ -338,7 +313,7 @@ def test_the_scale_of_the_loss():
         optimizer: utils.Optimizer, *gradients: list[float], times: int = 1
     ) -> utils.Optimizer:
         for gradient in gradients * times:
-            optimizer.parameters[0].grad = torch.tensor([gradient]) * optimizer.loss_scale
+            optimizer.backward((optimizer.parameters[0] * torch.tensor(gradient)).sum())
             optimizer.step()
         return optimizer
 

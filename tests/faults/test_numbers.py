@@ -2,7 +2,7 @@
 is counted.
 
 Scores and gradients that are not finite are in tests/test_run.py, single equations in
-tests/test_equations.py.
+tests/test_equations.py, overflows of --precision fp16 in tests/test_shard.py.
 """
 
 import math
@@ -11,7 +11,7 @@ from pathlib import Path
 import helpers
 import pytest
 import torch
-from helpers import all_finite, folder_of, metrics_of, same_weights, steps_of, tensors_of, variant
+from helpers import folder_of, metrics_of, same_weights, steps_of, tensors_of, variant
 from safetensors.torch import load_file, save_file
 
 from plumbing.models import loading
@@ -81,36 +81,6 @@ def test_a_reference_that_becomes_nan(
         assert row["val/skipped_updates"] == 2 and row["objective/kl"] is None
     for step in steps_of(values):
         assert same_weights(folder_of(values) / "checkpoints" / step, values["model"])
-
-
-BIG = """
-def score(prompts, responses, **columns):
-    return [2000.0 * (i % 4) for i, _ in enumerate(responses)]
-score.whole = True
-"""
-
-
-@pytest.mark.parametrize(
-    "script, changes", [("grpo", {"loss": "dr_grpo"}), ("ppo", {"whiten_advantages": False})]
-)
-def test_half_precision_that_overflows(base, tmp_path, script, changes):
-    """The scale of the loss is halved at each update that overflows, which is no fault of the
-    learning rate; then the run trains.
-    """
-    (tmp_path / "big.py").write_text(BIG)
-    values = variant(base, tmp_path, precision="fp16", kl_coef=0.0, total_episodes=56, **changes)
-    values["reward"] = f"{tmp_path / 'big.py'}:score"
-    helpers.run_here(values, script)
-    rows = metrics_of(values)
-    skipped, scales = (
-        [row[f"val/{name}"] for row in rows] for name in ("skipped_updates", "loss_scale")
-    )
-    assert skipped[0] > 0 and skipped[-1] == 0
-    assert scales == [2.0 ** (16 - sum(skipped[: i + 1])) for i in range(len(rows))]
-    assert rows[-1]["loss/grad_norm"] > 0
-    assert all_finite(folder_of(values) / "final") and not same_weights(
-        folder_of(values) / "final", values["model"]
-    )
 
 
 # ---- tokens that a model masks -------------------------------------------------------------------
