@@ -106,7 +106,8 @@ class Agents(Conversations):
                 return refuse(turn, f"{type(error).__name__}: {first_line(error)}")
             answer = api.from_chat(answer)
             if asked.get("stream"):
-                return web.Response(text=api.stream(answer), content_type="text/event-stream")
+                text = "".join(api.stream(answer))
+                return web.Response(text=text, content_type="text/event-stream")
             return web.json_response(answer)
 
         async def models(_) -> web.Response:
