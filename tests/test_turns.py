@@ -395,6 +395,17 @@ def test_no_message_vanishes(case, tokenizer_of):
         assert message["content"] in text and ('"arguments": {}' in text) == (message is CALLED)
 
 
+PARTS = CHATML.replace("m.content", "m.content[0].text")
+
+
+@pytest.mark.parametrize("template, given", [(DEEPSEEK3, {}), (PARTS, ENVIRONMENT)])
+def test_the_form_that_the_template_reads(template, given, tokenizer_of):
+    """Arguments as text; contents as parts."""
+    messages = [USER] if given else [result("Higher.")]
+    turns = turns_of(tokenizer_of(template), **given)
+    assert "Higher." in text_between(turns, messages, "<|im_end|>")
+
+
 DROPS_ALL = CHATML.replace("m.content", "m.content.split('</think>')[-1]")
 
 
