@@ -331,7 +331,7 @@ def test_failed_environments_are_left_out(batch, script, monkeypatch):
     """Their score is NaN; a limit of turns is no cut, and a limit of tokens has the penalty."""
     row = row_of(make_tokenizer())
     values = {"rollout_logprobs": [-1.0], "response_mask": [1], "again": [5]}
-    stopped = Conversation(row, [5], values, [], {0: 1.0}, "done")
+    stopped = Conversation(row, [5], values, rewards={0: 1.0}, stop_reason="done")
     failed = Conversation(row, stop_reason="error", error="it is broken")  # in its reset
     others = [
         dataclasses.replace(stopped, stop_reason=reason) for reason in ("max_turns", "length")
