@@ -21,11 +21,7 @@ import grpo
 import ppo
 import rloo
 import utils
-from extras.episodes.conversations import (
-    STOP_REASONS,
-    Conversation,
-    Conversations,
-)
+from extras.episodes.conversations import STOP_REASONS, Conversation, Conversations
 from extras.vllm.sampling import VllmSampling
 from plumbing.event_loop import EventLoop
 from plumbing.models.loading import load_model, precision

@@ -88,9 +88,9 @@ def table() -> dict[str, tuple[int, int]]:
     plumbing = [path for path in ROOT.glob("plumbing/**/*.py") if path.read_text()]
     everything = ("*.py", "plumbing/**/*.py", "extras/**/*.py", "scripts/**/*.py", "assets/**/*.py")
     rows = {
-        "Python outside tests, tokens": (tokens(*everything), 107_640),
+        "Python outside tests, tokens": (tokens(*everything), 107_260),
         "plumbing/, tokens": (tokens("plumbing/**/*.py"), 43_620),
-        "extras/, tokens": (tokens("extras/**/*.py"), 23_390),
+        "extras/, tokens": (tokens("extras/**/*.py"), 22_980),
         "plumbing/, files": (len(plumbing), 40),
         "plumbing/, files outside of its folders": (
             sum(path.parent.name == "plumbing" for path in plumbing),

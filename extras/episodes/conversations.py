@@ -190,7 +190,7 @@ class Conversations:
         engine = engine or DecodeLoop(generate, draws, self.stop_strings, at_once, len(rows))
 
         async def converse(place: int) -> None:
-            async def sample(
+            async def sample_turn(
                 query: list[int], length: int, args, repetition: int = 0
             ) -> tuple | None:
                 seed = None
@@ -204,7 +204,7 @@ class Conversations:
             async with free:
                 process = ToolProcess(self.processes, seeds[place])
                 try:
-                    reason = await self._converse(conversation, process, sample)
+                    reason = await self._converse(conversation, process, sample_turn)
                 except EnvironmentFailure as error:
                     reason = "error"
                     conversation.error = str(error)
