@@ -180,7 +180,11 @@ while True:
     given += [{"type": "function_call_output", "call_id": call.call_id, "output": "3"} for call in calls]
 assert answer.output[0].content[0].text == "Sure." and answer.usage.output_tokens > 10
 said.append(answer.output_text)
-cut = lambda: client.responses.create(model="m", input="y", max_output_tokens=1).incomplete_details.reason
+def cut():
+    options = dict(model="m", input="y", max_output_tokens=1)
+    begun, *_, ended = client.responses.create(stream=True, **options)
+    assert begun.response.incomplete_details is None and ended.type == "response.incomplete"
+    return ended.response.incomplete_details.reason
 """,
     "messages": """
 client = anthropic.Anthropic(base_url=url.removesuffix("/v1"), api_key="none", max_retries=0)

@@ -21,11 +21,7 @@ import grpo
 import ppo
 import rloo
 import utils
-from extras.episodes.conversations import (
-    STOP_REASONS,
-    Conversation,
-    Conversations,
-)
+from extras.episodes.conversations import STOP_REASONS, Conversation, Conversations
 from extras.vllm.sampling import VllmSampling
 from plumbing.event_loop import EventLoop
 from plumbing.models.loading import load_model, precision
@@ -331,7 +327,7 @@ def test_failed_environments_are_left_out(batch, script, monkeypatch):
     """Their score is NaN; a limit of turns is no cut, and a limit of tokens has the penalty."""
     row = row_of(make_tokenizer())
     values = {"rollout_logprobs": [-1.0], "response_mask": [1], "again": [5]}
-    stopped = Conversation(row, [5], values, [], {0: 1.0}, "done")
+    stopped = Conversation(row, [5], values, rewards={0: 1.0}, stop_reason="done")
     failed = Conversation(row, stop_reason="error", error="it is broken")  # in its reset
     others = [
         dataclasses.replace(stopped, stop_reason=reason) for reason in ("max_turns", "length")

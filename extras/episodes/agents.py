@@ -12,7 +12,6 @@ with all of its messages in its prompt. A response has one context or more; each
 import asyncio
 import copy
 import functools
-import itertools
 import json
 import secrets
 import time
@@ -24,14 +23,14 @@ from aiohttp.log import server_logger
 
 from extras.episodes.apis import APIS, Api
 from extras.episodes.conversations import Conversation, Conversations
-from extras.episodes.tool_processes import EnvironmentFailure
+from extras.episodes.tool_processes import EnvironmentFailure, ToolProcess
 from extras.http_log import in_one_line
 from plumbing.data.messages import read_messages
 from plumbing.models.config import positions_of
 from utils import first_line
 
-# Fields of a request that have an effect, or none at all; those that have none where they are false,
-# 0 or empty; and those of some values alone.
+# The fields of a request that are accepted: with any value, which is read or changes nothing; with a
+# value that is false, 0 or empty; and with one of some values.
 READ = (
     "messages tools temperature max_tokens max_completion_tokens stop stream model user seed store "
     "metadata stream_options parallel_tool_calls service_tier prompt_cache_key safety_identifier"
@@ -74,15 +73,19 @@ class Agents(Conversations):
         """Load the agent, and check the chat template; raise a UserError where they do not fit."""
         super().__init__(args, tokenizer, stop_ids)
         server_logger.addFilter(in_one_line)
-        longest = args.max_prompt_length + args.max_response_length
-        self.longest = min(longest, positions_of(args.model))
+        # Tokens of a context.
+        self.longest = min(
+            args.max_prompt_length + args.max_response_length, positions_of(args.model)
+        )
         # By the tools of a request, JSON.
         self.template_of = functools.lru_cache(1000)(
             lambda tools: self.template_with(json.loads(tools))
         )
 
-    async def _converse(self, conversation: Conversation, sample_turn: Callable) -> None:
-        """Have the agent make a response."""
+    async def _converse(
+        self, conversation: Conversation, process: ToolProcess, sample: Callable
+    ) -> str:
+        """Have the agent make a response, and return its stop reason."""
         turns: list[Turn] = []
 
         def refuse(turn: Turn, reason: str | None, status: int = 400) -> web.Response:
@@ -106,15 +109,14 @@ class Agents(Conversations):
                 return refuse(turn, f"{type(error).__name__}: {first_line(error)}")
             answer = api.from_chat(answer)
             if asked.get("stream"):
-                return web.Response(text=api.stream(answer), content_type="text/event-stream")
+                text = "".join(api.stream(answer))
+                return web.Response(text=text, content_type="text/event-stream")
             return web.json_response(answer)
 
         async def models(_) -> web.Response:
-            return web.json_response(
-                {"object": "list", "data": [{"id": self.args.model, "object": "model"}]}
-            )
+            model = {"id": self.args.model, "object": "model"}
+            return web.json_response({"object": "list", "data": [model]})
 
-        sample = functools.partial(sample_turn, conversation)
         path = f"/{secrets.token_urlsafe(16)}/v1"
         app = web.Application(client_max_size=BYTES_A_TOKEN * self.longest)
         app.router.add_get(f"{path}/models", models)
@@ -125,7 +127,7 @@ class Agents(Conversations):
         try:
             await web.TCPSite(runner, "127.0.0.1", 0).start()
             url = f"http://127.0.0.1:{runner.addresses[0][1]}{path}"
-            reward = await conversation.process.ask("play", url, conversation.row["columns"])
+            reward = await process.ask("play", url, conversation.row["columns"])
             if not all(turn.tokens for turn in turns):
                 raise EnvironmentFailure("play ended before the answer to its request")
         finally:
@@ -135,26 +137,28 @@ class Agents(Conversations):
             raise EnvironmentFailure("play asked for nothing that trains")
         if reward is not None:
             conversation.rewards[-1] = reward
-        conversation.stop_reason = "done"
+        return "done"
 
     async def _answer(
-        self, body: dict, turn: Turn, turns: list[Turn], sample: Callable, api: Api
+        self, given: dict, turn: Turn, turns: list[Turn], sample: Callable, api: Api
     ) -> dict:
         """Return the answer to a request of Chat Completions; raise ValueError or another exception
         if it cannot have any.
 
         Args:
+            given: the request.
             turn: one of `turns`, which are all of the response; its fields are set.
-            sample: see `Conversations.sample`.
+            sample: see `Conversations._converse`.
         """
-        args = copy.copy(self.args)
-        asked = {name: x for name, x in body.items() if x is not None}
+        asked = {name: x for name, x in given.items() if x is not None}
         for name, value in asked.items():
             is_off = name in OFF and not value
             if not is_off and name not in READ and value not in FIXED.get(name, ()):
                 raise ValueError(f"{name} {value!r} is not supported")
+        args = copy.copy(self.args)  # not `replace`, which refuses temperature 0
         if len(turns) > args.max_turns:
             raise ValueError(f"a response has at most --max_turns {args.max_turns} requests")
+
         messages = plain(asked["messages"])
         tools = json.dumps(asked.get("tools", []))
         prompt = await asyncio.to_thread(self._prompt, messages, tools, turns)
@@ -169,37 +173,42 @@ class Agents(Conversations):
                 f"the prompt has {len(prompt)} tokens, and the maximum context length is {self.longest}; "
                 "max_tokens has to be 1 or more, temperature 0 or more, and stop without empty texts"
             )
+
         args.turn_stop = (*args.turn_stop, *stops)
         repetition = sum(other.prompt == prompt for other in turns)
         turn.prompt = prompt
         sampled = await sample(prompt, length, args, repetition)
         if sampled is None:
             await asyncio.Future()  # the conversation is cancelled
-        tokens, outputs = sampled
-        if args.temperature < self.args.temperature:  # of another policy than the one that trains
-            outputs = None
-        content, text, ended = self.read(tokens, args.turn_stop)
+        turn.tokens, outputs = sampled
+        if args.temperature == self.args.temperature:  # of the policy that trains
+            turn.outputs = outputs
+
+        content, text, ended = self.read(turn.tokens, args.turn_stop)
         for stop in stops:
             content = content.partition(stop)[0]
         message = {"role": "assistant", "content": content}
         reason = "stop" if ended else "length"
-        calls = self.template_of(tools).calls(text) if asked.get("tool_choice") != "none" else []
+        template = self.template_of(tools)
+        calls = template.calls(text) if asked.get("tool_choice") != "none" else []
         if calls and all(isinstance(call, tuple) for call in calls):
             reason = "tool_calls"
-            message["content"] = self.template_of(tools).before_calls(text)
-            functions = [{"name": name, "arguments": json.dumps(x)} for name, x in calls]
+            message["content"] = template.before_calls(text)
             message["tool_calls"] = [
-                {"index": i, "id": f"call_{len(prompt)}_{i}", "type": "function", "function": x}
-                for i, x in enumerate(functions)
+                {
+                    "index": i,
+                    "id": f"call_{len(prompt)}_{i}",
+                    "type": "function",
+                    "function": {"name": name, "arguments": json.dumps(arguments)},
+                }
+                for i, (name, arguments) in enumerate(calls)
             ]
         if api.thoughts_apart and "</think>" in message["content"]:
             thought, _, said = message["content"].partition("</think>")
             message["reasoning_content"] = thought.removeprefix("<think>").strip("\n")
             message["content"] = said.lstrip("\n")
         turn.messages = [*messages, *plain([message])]
-        turn.tokens = tokens
-        turn.outputs = outputs
-        turn.tools = tools  # last: by it another thread finds the turn
+        turn.tools = tools  # last: `_prompt`, in another thread, finds the turn by it
         return completion(turn, message, reason, args.model)
 
     def _prompt(self, messages: list[dict], tools: str, turns: list[Turn]) -> list[int]:
@@ -221,9 +230,9 @@ class Agents(Conversations):
         context: list[int] = []
         for turn in sorted(turns, key=lambda turn: (turn.prompt, turn.tokens)):
             if not context:
-                text = self.tokenizer.decode(turn.prompt)
-                conversation.row = {**conversation.row, "prompt": text, "query": turn.prompt}
                 context = turn.prompt
+                read = {"prompt": self.tokenizer.decode(context), "query": context}
+                conversation.row = {**conversation.row, **read}
             elif turn.prompt[: len(context)] != context:
                 conversation.starts.append(len(conversation.response))
                 context = []
@@ -234,15 +243,17 @@ class Agents(Conversations):
 
 def completion(turn: Turn, message: dict, reason: str, model: str) -> dict:
     """Return an answer as Chat Completions writes it."""
-    counts = len(turn.prompt), len(turn.tokens), len(turn.prompt) + len(turn.tokens)
-    names = "prompt_tokens", "completion_tokens", "total_tokens"
     return {
         "id": f"chatcmpl-{secrets.token_hex(8)}",
         "object": "chat.completion",
         "created": int(time.time()),
         "model": model,
         "choices": [{"index": 0, "finish_reason": reason, "message": message}],
-        "usage": dict(zip(names, counts)),
+        "usage": {
+            "prompt_tokens": len(turn.prompt),
+            "completion_tokens": len(turn.tokens),
+            "total_tokens": len(turn.prompt + turn.tokens),
+        },
     }
 
 
@@ -253,14 +264,17 @@ def plain(messages: list[dict]) -> list[dict]:
     A key without a value counts as none. A result has the name of the call that its id belongs to.
     """
     given = [{"content": ""} | {name: x for name, x in turn.items() if x} for turn in messages]
-    for part in itertools.chain(*(turn["content"] for turn in given)):
-        if isinstance(part, dict) and part.get("type") != "text":
-            raise ValueError(f"a part of type {part.get('type')!r} is not supported, only text is")
+    for message in given:
+        for part in message["content"]:
+            if isinstance(part, dict) and part.get("type") != "text":
+                raise ValueError(
+                    f"a part of type {part.get('type')!r} is not supported, only text is"
+                )
     names: dict[str, str] = {}  # of calls, by their ids
     said = []
     for message in read_messages("messages", given):
         turn = message.as_dict()
-        if (name := names.get(turn.pop("tool_call_id", ""))) is not None:
+        if name := names.get(turn.pop("tool_call_id", "")):
             turn.setdefault("name", name)
         for call in turn.get("tool_calls", ()):
             names[call.pop("id", "")] = call["function"]["name"]

@@ -1,24 +1,24 @@
 """The APIs at an agent's address (--agent): OpenAI's Chat Completions and Responses, and Anthropic's
 Messages.
 
-Pure functions of JSON: a request becomes one of Chat Completions, whose answer becomes one of the
-API, or the text of its stream. What has no counterpart stays in the request: agents.py refuses it by
-its name. In the answers of the two younger APIs a thought is apart from the text.
+Pure functions of JSON. A request of Responses becomes one of Messages, and a request of Messages one
+of Chat Completions, which agents.py answers; the answer goes the same way back. A field without a
+counterpart stays in the request: agents.py refuses it by its name. In the answers of Messages and
+Responses a thought is apart from the text.
 
 Sources: platform.openai.com/docs/api-reference, docs.anthropic.com/en/api/messages
 """
 
 import json
-from typing import Callable, NamedTuple
-
-USAGE = {"prompt_tokens": "input_tokens", "completion_tokens": "output_tokens"}
+from typing import Callable, Iterator, NamedTuple
 
 
 class Api(NamedTuple):
     path: str
     to_chat: Callable[[dict], dict]
     from_chat: Callable[[dict], dict]
-    stream: Callable[[dict], str]  # of an answer of the API, each part of which comes whole
+    # The events of an answer of the API, in which each part comes whole.
+    stream: Callable[[dict], Iterator[str]]
     thoughts_apart: bool = True
 
 
@@ -27,27 +27,45 @@ def renamed(body: dict, names: dict[str, str]) -> dict:
     return {names.get(name, name): value for name, value in body.items()}
 
 
-def as_events(events: list[dict]) -> str:
-    """Return server-sent events that have types."""
-    return "".join(f"event: {x['type']}\ndata: {json.dumps(x)}\n\n" for x in events)
+def event(kind: str, **fields) -> str:
+    """Return a server-sent event that has a type."""
+    return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields})}\n\n"
 
 
-def chat_request(body: dict, system: str, turns: list[dict], schema: str) -> dict:
-    """Return a request as one of Chat Completions.
+# ---- Chat Completions ----------------------------------------------------------------------------
 
-    Args:
-        system: the field of the system's text. turns: the other messages, as in Messages.
-        schema: the field of a tool that describes its parameters.
-    """
-    request = {**body, "messages": [], "tools": []}
-    if text := request.pop(system, None):
-        turns = [{"role": "system", "content": text}, *turns]
+
+def chat_stream(answer: dict) -> Iterator[str]:
+    choices = [renamed(choice, {"message": "delta"}) for choice in answer["choices"]]
+    chunk = {**answer, "object": "chat.completion.chunk", "choices": choices}
+    yield f"data: {json.dumps(chunk)}\n\n"
+    yield "data: [DONE]\n\n"
+
+
+# ---- Messages ------------------------------------------------------------------------------------
+
+
+def messages_to_chat(body: dict) -> dict:
+    request = renamed(body, {"stop_sequences": "stop"})
+    if choice := body.get("tool_choice"):
+        request["tool_choice"] = choice["type"]
+    turns = body["messages"]
+    if system := request.pop("system", None):
+        turns = [{"role": "system", "content": system}, *turns]
+    request["messages"] = []
     for turn in turns:
         add_turn(request["messages"], turn)
-    for tool in body.get("tools") or ():
-        function = {"name": tool["name"], "description": tool.get("description") or ""}
-        function["parameters"] = tool[schema]
-        request["tools"].append({"type": "function", "function": function})
+    request["tools"] = [
+        {
+            "type": "function",
+            "function": {
+                "name": tool["name"],
+                "description": tool.get("description") or "",
+                "parameters": tool["input_schema"],
+            },
+        }
+        for tool in body.get("tools") or ()
+    ]
     return request
 
 
@@ -84,33 +102,67 @@ def parts(content: str | list[dict]) -> list[dict]:
     return [{"type": "text", "text": part["text"]} if "text" in part else part for part in content]
 
 
-def said(answer: dict) -> tuple[list[str], list[str], list[dict], str]:
-    """Return the thoughts, texts and calls of an answer of Chat Completions, and why it ended."""
+def messages_from_chat(answer: dict) -> dict:
     (choice,) = answer["choices"]
     message = choice["message"]
     calls = message.get("tool_calls", [])
-    texts = [message["content"]] if message["content"] or not calls else []
-    thoughts = [message["reasoning_content"]] if "reasoning_content" in message else []
-    return thoughts, texts, calls, choice["finish_reason"]
+    content = []
+    if "reasoning_content" in message:
+        thought = message["reasoning_content"]
+        content.append({"type": "thinking", "thinking": thought, "signature": "none"})
+    if message["content"] or not calls:
+        content.append({"type": "text", "text": message["content"]})
+    for call in calls:
+        function = call["function"]
+        arguments = json.loads(function["arguments"])
+        part = {"type": "tool_use", "id": call["id"], "name": function["name"], "input": arguments}
+        content.append(part)
+    reasons = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+    return {
+        "id": answer["id"],
+        "type": "message",
+        "role": "assistant",
+        "model": answer["model"],
+        "content": content,
+        "stop_reason": reasons[choice["finish_reason"]],
+        "stop_sequence": None,
+        "usage": renamed(
+            answer["usage"], {"prompt_tokens": "input_tokens", "completion_tokens": "output_tokens"}
+        ),
+    }
 
 
-# ---- Chat Completions ----------------------------------------------------------------------------
-
-
-def chat_stream(answer: dict) -> str:
-    choices = [renamed(choice, {"message": "delta"}) for choice in answer["choices"]]
-    chunk = {**answer, "object": "chat.completion.chunk", "choices": choices}
-    return f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n"
+def messages_stream(answer: dict) -> Iterator[str]:
+    yield event("message_start", message={**answer, "content": [], "stop_reason": None})
+    for i, part in enumerate(answer["content"]):
+        kind = part["type"]
+        if kind == "tool_use":
+            begun = {**part, "input": {}}
+            delta = {"type": "input_json_delta", "partial_json": json.dumps(part["input"])}
+        else:  # a text or a thought, in a field of the type's name
+            begun = {**part, kind: ""}
+            delta = {"type": f"{kind}_delta", kind: part[kind]}
+        yield event("content_block_start", index=i, content_block=begun)
+        yield event("content_block_delta", index=i, delta=delta)
+        yield event("content_block_stop", index=i)
+    ended = {"stop_reason": answer["stop_reason"], "stop_sequence": None}
+    yield event("message_delta", delta=ended, usage=answer["usage"])
+    yield event("message_stop")
 
 
 # ---- Responses -----------------------------------------------------------------------------------
 
 
 def responses_to_chat(body: dict) -> dict:
-    request = renamed(body, {"max_output_tokens": "max_tokens"})
+    request = renamed(body, {"max_output_tokens": "max_tokens", "instructions": "system"})
     items = request.pop("input")
     items = [{"role": "user", "content": items}] if isinstance(items, str) else items
-    return chat_request(request, "instructions", list(map(turn_of, items)), "parameters")
+    request["messages"] = list(map(turn_of, items))
+    tools = body.get("tools") or ()
+    request["tools"] = [renamed(tool, {"parameters": "input_schema"}) for tool in tools]
+    if choice := body.get("tool_choice"):
+        request["tool_choice"] = {"type": choice}
+    return messages_to_chat(request)
 
 
 def turn_of(item: dict) -> dict:
@@ -119,105 +171,56 @@ def turn_of(item: dict) -> dict:
     if kind == "message":
         role = "system" if item["role"] == "developer" else item["role"]
         return {"role": role, "content": item["content"]}
-    if kind == "function_call_output":
-        part = renamed(item, {"call_id": "tool_use_id", "output": "content"})
-        return {"role": "user", "content": [{**part, "type": "tool_result"}]}
-    if kind == "function_call":
-        part = renamed({**item, "id": item["call_id"]}, {"arguments": "input"})
-        return {"role": "assistant", "content": [{**part, "type": "tool_use"}]}
     if kind == "reasoning":
         thought = "".join(part["text"] for part in item.get("content") or ())
         return {"role": "assistant", "content": [{"type": "thinking", "thinking": thought}]}
+    if kind == "function_call":
+        part = renamed({**item, "id": item["call_id"]}, {"arguments": "input"})
+        return {"role": "assistant", "content": [{**part, "type": "tool_use"}]}
+    if kind == "function_call_output":
+        part = renamed(item, {"call_id": "tool_use_id", "output": "content"})
+        return {"role": "user", "content": [{**part, "type": "tool_result"}]}
     raise ValueError(f"input: an item of type {kind!r} is not supported")
 
 
 def responses_from_chat(answer: dict) -> dict:
-    thoughts, texts, calls, reason = said(answer)
-    content = [{"type": "output_text", "text": text, "annotations": []} for text in texts]
-    thought = [{"type": "reasoning_text", "text": text} for text in thoughts]
-    output = [
-        *({"type": "reasoning", "summary": [], "content": thought} for _ in thoughts),
-        *({"type": "message", "role": "assistant", "content": content} for _ in texts),
-        *({"type": "function_call", "call_id": x["id"], **x["function"]} for x in calls),
-    ]
-    status = "incomplete" if reason == "length" else "completed"
+    message = messages_from_chat(answer)
+    is_cut = message["stop_reason"] == "max_tokens"
+    status = "incomplete" if is_cut else "completed"
     return {
         "id": answer["id"],
         "object": "response",
         "created_at": answer["created"],
         "model": answer["model"],
         "status": status,
-        "incomplete_details": {"reason": "max_output_tokens"} if reason == "length" else None,
+        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
         "output": [
-            {"id": f"{answer['id']}-{i}", "status": status, **item} for i, item in enumerate(output)
+            {"id": f"{answer['id']}-{i}", "status": status, **item_of(part)}
+            for i, part in enumerate(message["content"])
         ],
-        "usage": renamed(answer["usage"], USAGE),
+        "usage": message["usage"],
     }
 
 
-def responses_stream(answer: dict) -> str:
-    begun = {**answer, "status": "in_progress", "output": []}
-    items = [
-        {"type": f"response.output_item.{state}", "output_index": i, "item": item}
-        for i, item in enumerate(answer["output"])
-        for state in ("added", "done")
-    ]
-    ended = {"type": f"response.{answer['status']}", "response": answer}
-    return as_events([{"type": "response.created", "response": begun}, *items, ended])
+def item_of(part: dict) -> dict:
+    """Return a part of an answer of Messages as an item of one of Responses."""
+    if part["type"] == "thinking":
+        content = [{"type": "reasoning_text", "text": part["thinking"]}]
+        return {"type": "reasoning", "summary": [], "content": content}
+    if part["type"] == "text":
+        content = [{"type": "output_text", "text": part["text"], "annotations": []}]
+        return {"type": "message", "role": "assistant", "content": content}
+    call = {"type": "function_call", "call_id": part["id"], "name": part["name"]}
+    return {**call, "arguments": json.dumps(part["input"])}
 
 
-# ---- Messages ------------------------------------------------------------------------------------
-
-
-def messages_to_chat(body: dict) -> dict:
-    request = renamed(body, {"stop_sequences": "stop"})
-    if choice := body.get("tool_choice"):
-        request["tool_choice"] = choice["type"]
-    return chat_request(request, "system", body["messages"], "input_schema")
-
-
-def messages_from_chat(answer: dict) -> dict:
-    thoughts, texts, calls, reason = said(answer)
-    reasons = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-    return {
-        "id": answer["id"],
-        "type": "message",
-        "role": "assistant",
-        "model": answer["model"],
-        "content": [
-            *({"type": "thinking", "thinking": text, "signature": "none"} for text in thoughts),
-            *({"type": "text", "text": text} for text in texts),
-            *(tool_use(call["id"], **call["function"]) for call in calls),
-        ],
-        "stop_reason": reasons[reason],
-        "stop_sequence": None,
-        "usage": renamed(answer["usage"], USAGE),
-    }
-
-
-def tool_use(identity: str, name: str, arguments: str) -> dict:
-    """Return a call of a tool as a part of an answer of Messages."""
-    return {"type": "tool_use", "id": identity, "name": name, "input": json.loads(arguments)}
-
-
-def messages_stream(answer: dict) -> str:
-    begun = {**answer, "content": [], "stop_reason": None}
-    events: list[dict] = [{"type": "message_start", "message": begun}]
-    for i, part in enumerate(answer["content"]):
-        kind = part["type"]
-        empty = {**part, kind: ""}  # a text or a thought, in a field of the type's name
-        delta = {"type": f"{kind}_delta", kind: part.get(kind)}
-        if kind == "tool_use":
-            empty = {**part, "input": {}}
-            delta = {"type": "input_json_delta", "partial_json": json.dumps(part["input"])}
-        events += [
-            {"type": "content_block_start", "index": i, "content_block": empty},
-            {"type": "content_block_delta", "index": i, "delta": delta},
-            {"type": "content_block_stop", "index": i},
-        ]
-    delta = {"stop_reason": answer["stop_reason"], "stop_sequence": None}
-    ended = {"type": "message_delta", "delta": delta, "usage": answer["usage"]}
-    return as_events([*events, ended, {"type": "message_stop"}])
+def responses_stream(answer: dict) -> Iterator[str]:
+    begun = {**answer, "status": "in_progress", "incomplete_details": None, "output": []}
+    yield event("response.created", response=begun)
+    for i, item in enumerate(answer["output"]):
+        for state in ("added", "done"):
+            yield event(f"response.output_item.{state}", output_index=i, item=item)
+    yield event(f"response.{answer['status']}", response=answer)
 
 
 APIS = (

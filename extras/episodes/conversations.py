@@ -12,7 +12,7 @@ A conversation has a process in which its tools and its environment run
 import asyncio
 import math
 from dataclasses import dataclass, field
-from typing import Callable
+from typing import Callable, Coroutine, Iterable
 
 import numpy as np
 import torch
@@ -49,24 +49,21 @@ class Conversation:
     # Of an agent: where in `response` another context begins, with its prompt.
     starts: list[int] = field(default_factory=list)
     turns: list[dict] = field(default_factory=list)  # the same as messages
-    # Of turns, by the place of their last token; an agent's is of none, at -1.
+    # By the place of a turn's last token; the reward of an agent, which is of no turn, is at -1.
     rewards: dict[int, float] = field(default_factory=dict)
     stop_reason: str = ""  # one of STOP_REASONS, once it has ended
     tool_calls: int = 0
     tool_errors: int = 0
     error: str = ""  # why the environment failed
-    place: int = 0  # among those of the rollout
-    process: ToolProcess | None = None  # of its tools and its environment, until it ends
 
     def add(self, tokens: list[int], outputs: dict[str, list] | None = None) -> None:
         """Add the tokens of a turn and what was stored of them, by name; or of an observation or a
         turn that does not train, with zeros.
         """
-        sampled = {} if outputs is None else {"response_mask": [1.0] * len(tokens), **outputs}
+        sampled = {"response_mask": [1.0] * len(tokens), **outputs} if outputs else {}
         for name in self.outputs | sampled:
-            self.outputs.setdefault(name, [0.0] * len(self.response)).extend(
-                sampled.get(name, [0.0] * len(tokens))
-            )
+            values = self.outputs.setdefault(name, [0.0] * len(self.response))
+            values += sampled.get(name, [0.0] * len(tokens))
         self.response += tokens
 
     @property
@@ -84,53 +81,52 @@ class Conversation:
         }
 
 
+@dataclass
 class DecodeLoop:
-    """Samples turns by the scripts' decode loop: those of all conversations under way together.
+    """Samples turns by the scripts' decode loop, with the methods of an engine
+    (plumbing/rollout/engines.py): those of all conversations under way together.
 
     So what is sampled together does not depend on how long tools run.
-
-    Args:
-        generate: the decode loop. at_once: most conversations under way. left: those that have not
-            ended.
     """
 
-    def __init__(self, generate: Callable, stop_strings: Callable | None, at_once: int, left: int):
-        self.generate = generate
-        self.stop_strings = stop_strings
-        self.at_once = at_once
-        self.left = left
-        self.asked: dict[int, tuple] = {}  # by the place of a conversation: what `generate` needs
+    generate: Callable
+    draws: np.ndarray | None  # see `plumbing.rollout.batch.Sampler.sample`
+    stop_strings: Callable | None
+    at_once: int  # most conversations under way
+    left: int  # conversations that have not ended
+    # By the place of a conversation: what `generate` needs, and a future of its turn.
+    asked: dict[int, tuple] = field(default_factory=dict)
 
-    async def sample(
-        self, place: int, query: list[int], numbers: np.ndarray | None, length: int
-    ) -> tuple | None:
-        """Return a turn, once all conversations under way wait for theirs; None if interrupted.
+    def run_all(self, conversations: Iterable[Coroutine], interrupted: Callable) -> None:
+        """Have conversations, see `plumbing.event_loop.run_all`."""
+        asyncio.run(run_all(map(self._until_its_end, conversations), interrupted))
 
-        Args:
-            numbers: of the response's tokens, of which the last ones are left; None if greedy.
-        """
-        if not self.asked:
-            self.sampled = asyncio.Future()  # {place: turn}
-        sampled = self.sampled
-        uniforms = None if numbers is None else torch.from_numpy(numbers[-length:])
-        self.asked[place] = query, uniforms, length
-        self._sample_if_all_wait()
-        return (await sampled).get(place)
-
-    def end_one(self) -> None:
-        """Wait for one conversation less."""
+    async def _until_its_end(self, conversation: Coroutine) -> None:
+        await conversation
         self.left -= 1
         self._sample_if_all_wait()
+
+    async def sample(
+        self, place: int, query: list[int], seed: int | None, length: int, *_
+    ) -> tuple | None:
+        """Return a turn, once all conversations under way wait for theirs; None if interrupted."""
+        # The last numbers of the response are left. They take the place of the seed.
+        uniforms = None if self.draws is None else torch.from_numpy(self.draws[place, -length:])
+        turn: asyncio.Future = asyncio.Future()
+        self.asked[place] = query, uniforms, length, turn
+        self._sample_if_all_wait()
+        return await turn
 
     def _sample_if_all_wait(self) -> None:
         if not self.asked or len(self.asked) < min(self.at_once, self.left):
             return
-        places = sorted(self.asked)
-        queries, uniforms, lengths = zip(*[self.asked[place] for place in places])
-        uniforms = None if uniforms[0] is None else pad_sequence(uniforms, batch_first=True)
-        turns = self.generate(queries, uniforms, lengths, self.stop_strings)
-        self.asked = {}
-        self.sampled.set_result({places[i]: turn for i, *turn in turns})
+        asked = [self.asked.pop(place) for place in sorted(self.asked)]
+        queries, uniforms, lengths, turns = zip(*asked)
+        uniforms = None if self.draws is None else pad_sequence(uniforms, batch_first=True)
+        sampled = self.generate(queries, uniforms, lengths, self.stop_strings)
+        found = {i: turn for i, *turn in sampled}
+        for i, turn in enumerate(turns):
+            turn.set_result(found.get(i))
 
 
 class Conversations:
@@ -146,10 +142,13 @@ class Conversations:
         self.tokenizer = tokenizer
         self.stop_ids = stop_ids
         self.flag = "--agent" if args.agent else "--environment" if args.environment else "--tools"
-        environment = args.environment or args.agent
-        timeout = args.agent_timeout if args.agent else args.timeout
-        self.processes = ToolProcesses(args.tools, environment, timeout, self.flag)
-        # Of all rollouts that an engine makes at once.
+        self.processes = ToolProcesses(
+            args.tools,
+            args.environment or args.agent,
+            args.agent_timeout if args.agent else args.timeout,
+            self.flag,
+        )
+        # Bounds the conversations of all rollouts that an engine makes at the same time.
         self.free = asyncio.Semaphore(args.generation_batch_size)
         self.schemas = self.processes.schemas or None
         with as_user_error(f"{self.flag}: the chat template of --model"):
@@ -162,8 +161,9 @@ class Conversations:
         """Return the TurnTemplate of conversations with some tools; see there what is raised."""
         args = self.args
         followers = ["tool"] * bool(schemas) + ["user"] * bool(args.environment or args.agent)
-        has_template = args.chat_template != "none"
-        return TurnTemplate(self.tokenizer, self.stop_ids, schemas, followers, has_template)
+        return TurnTemplate(
+            self.tokenizer, self.stop_ids, schemas, followers, args.chat_template != "none"
+        )
 
     def sample(
         self,
@@ -186,43 +186,36 @@ class Conversations:
                 loop, samples turns.
         """
         at_once = self.args.generation_batch_size
-        free = asyncio.Semaphore(at_once) if engine is None else self.free
-        decode_loop = DecodeLoop(generate, self.stop_strings, at_once, len(rows))
-
-        async def sample_turn(
-            conversation: Conversation, query: list[int], length: int, args, repetition: int = 0
-        ) -> tuple | None:
-            place = conversation.place
-            numbers = None if draws is None else draws[place]
-            if engine is None:
-                return await decode_loop.sample(place, query, numbers, length)
-            seed = None
-            if numbers is not None:  # whatever the order of parallel requests
-                seed = int(generator(numbers[0], repetition, query).integers(2**62))
-            return await engine.sample(place, query, seed, length, self.stop_ids, args, interrupted)
+        free = self.free if engine else asyncio.Semaphore(at_once)
+        engine = engine or DecodeLoop(generate, draws, self.stop_strings, at_once, len(rows))
 
         async def converse(place: int) -> None:
+            async def sample_turn(
+                query: list[int], length: int, args, repetition: int = 0
+            ) -> tuple | None:
+                seed = None
+                if draws is not None:  # whatever the order of parallel requests
+                    seed = int(generator(draws[place, 0], repetition, query).integers(2**62))
+                return await engine.sample(
+                    place, query, seed, length, self.stop_ids, args, interrupted
+                )
+
+            conversation = Conversation(rows[place])
             async with free:
                 process = ToolProcess(self.processes, seeds[place])
-                conversation = Conversation(rows[place], place=place, process=process)
                 try:
-                    await self._converse(conversation, sample_turn)
+                    reason = await self._converse(conversation, process, sample_turn)
                 except EnvironmentFailure as error:
-                    conversation.stop_reason = "error"
+                    reason = "error"
                     conversation.error = str(error)
                 finally:
                     process.kill()
-            if conversation.stop_reason:
-                conversation.process = None
+            if reason:
+                conversation.stop_reason = reason
                 self._finish(conversation)
                 end(place, conversation)
-                decode_loop.end_one()
 
-        calls = map(converse, range(len(rows)))
-        if engine is None:
-            asyncio.run(run_all(calls, interrupted))
-        else:
-            engine.run_all(calls, interrupted)
+        engine.run_all(map(converse, range(len(rows))), interrupted)
 
     def _finish(self, conversation: Conversation) -> None:
         """Add what the script and the reward sources read of a conversation that has ended."""
@@ -231,8 +224,11 @@ class Conversations:
             earned = [conversation.rewards.get(t, 0.0) for t in range(len(conversation.response))]
             # float64, as the score, from which they are subtracted
             conversation.outputs["turn_rewards"] = weight * np.array(earned)
-        read = {"turns": conversation.turns, "episode": conversation.reward}
-        conversation.row = {**conversation.row, **read}
+        conversation.row = {
+            **conversation.row,
+            "turns": conversation.turns,
+            "episode": conversation.reward,
+        }
 
     def leave_out_failed(self, samples: list) -> None:
         """Set the scores of responses whose environment has failed to NaN; warn of them."""
@@ -245,55 +241,52 @@ class Conversations:
                 f"{self.flag}: {len(failed)} of {len(samples)} responses are left out; the first: {first}"
             )
 
-    async def _converse(self, conversation: Conversation, sample_turn: Callable) -> None:
-        """Have a conversation, until it ends or `sample_turn` returns None, as it was
+    async def _converse(
+        self, conversation: Conversation, process: ToolProcess, sample: Callable
+    ) -> str:
+        """Have a conversation, and return its stop reason; "" once `sample` returns None, as it was
         interrupted.
+
+        Args:
+            process: of the tools and the environment.
+            sample: (query, length, args) -> the tokens of a turn, and what is stored of them.
         """
-        columns = conversation.row["columns"]
-        if self.args.environment and (added := await conversation.process.ask("reset", columns)):
-            conversation.row = self._prompt_with(conversation.row, added)
-        while not conversation.stop_reason:
+        args = self.args
+        row = conversation.row
+        if args.environment and (added := await process.ask("reset", row["columns"])):
+            conversation.row = self._prompt_with(row, added)
+        while True:
             query = conversation.row["query"] + conversation.response
-            length = self.args.max_response_length - len(conversation.response)
-            turn = await sample_turn(conversation, query, length, self.args)
+            turn = await sample(query, args.max_response_length - len(conversation.response), args)
             if turn is None:
-                return
-            await self._add_turn(conversation, *turn)
+                return ""
+            tokens, outputs = turn
+            conversation.add(tokens, outputs)
+            content, text, stopped = self.read(tokens, args.turn_stop)
+            conversation.turns.append({"role": "assistant", "content": content})
 
-    async def _add_turn(
-        self, conversation: Conversation, tokens: list[int], outputs: dict[str, list]
-    ) -> None:
-        """Add a turn of the model, and the observation that follows it; or end the conversation.
+            # A turn with calls is for the tools, any other turn for the environment.
+            calls = self.template.calls(text)
+            messages = [await self._call(conversation, process, call) for call in calls]
+            done = False
+            if args.environment:
+                reward = 0.0
+                if not calls:
+                    observation, reward, done = await process.ask("step", content)
+                    messages = [{"role": "user", "content": observation}]
+                conversation.rewards[len(conversation.response) - 1] = reward
+            if done:
+                return "done"
+            if not messages:
+                return "done" if stopped else "length"
 
-        A turn with calls is for the tools, any other turn for the environment. Without either there
-        is no observation.
-        """
-        conversation.add(tokens, outputs)
-        last_token = len(conversation.response) - 1
-        content, text, stopped = self.read(tokens, self.args.turn_stop)
-        conversation.turns.append({"role": "assistant", "content": content})
-        calls = self.template.calls(text)
-        messages = [await self._call(conversation, call) for call in calls]
-        reward = 0.0
-        done = False
-        if self.args.environment:
-            if not calls:
-                observation, reward, done = await conversation.process.ask("step", content)
-                messages = [{"role": "user", "content": observation}]
-            conversation.rewards[last_token] = reward
-        observation = (
-            self.template.observation_ids(messages, tokens[-1]) if messages and not done else []
-        )
-        length = len(conversation.response) + len(observation)
-        if done or (stopped and not messages):
-            conversation.stop_reason = "done"
-        elif messages and conversation.metrics()["turns"] == self.args.max_turns:
-            conversation.stop_reason = "max_turns" if stopped else "length"
-        elif not messages or length >= self.args.max_response_length:
-            conversation.stop_reason = "length"
-        else:
+            observation_ids = self.template.observation_ids(messages, tokens[-1])
+            if conversation.metrics()["turns"] == args.max_turns:
+                return "max_turns" if stopped else "length"
+            if len(conversation.response + observation_ids) >= args.max_response_length:
+                return "length"
             conversation.turns += messages
-            conversation.add(observation)
+            conversation.add(observation_ids)
 
     def read(self, tokens: list[int], stops: tuple[str, ...]) -> tuple[str, str, bool]:
         """Return the text of a turn; its text with special tokens, which may be part of calls; and
@@ -304,14 +297,17 @@ class Conversations:
         content = self.tokenizer.decode(tokens, skip_special_tokens=True)
         return content, text, stopped or any(stop in text for stop in stops)
 
-    async def _call(self, conversation: Conversation, call: Call | str) -> dict:
+    async def _call(
+        self, conversation: Conversation, process: ToolProcess, call: Call | str
+    ) -> dict:
         """Return the message that answers a call of a tool."""
         conversation.tool_calls += 1
-        name, arguments = call if isinstance(call, tuple) else ("", call)
+        name = ""
         try:
-            if not name:
-                raise ToolError(arguments)
-            content = await conversation.process.ask("call", name, arguments)
+            if isinstance(call, str):  # why it cannot be read
+                raise ToolError(call)
+            name, arguments = call
+            content = await process.ask("call", name, arguments)
         except ToolError as error:
             conversation.tool_errors += 1
             content = f"Error: {error}"

@@ -9,18 +9,18 @@ model with the reason why one cannot be read. Whether a call fits a tool is not 
 """
 
 import ast
+import contextlib
 import functools
 import json
 import os
 from pathlib import Path
-from typing import Callable
 
 import yaml
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
 from extras.episodes.tool_processes import EnvironmentFailure
 from plumbing.data.encoding import CUT, Text, encode_texts, guarded
-from plumbing.data.rendering import for_template, shown
+from plumbing.data.rendering import apply_template, shown
 from utils import first_line, warn
 
 Call = tuple[str, dict]  # name and arguments
@@ -78,8 +78,7 @@ class TurnTemplate:
         """
         for role in followers:
             messages = [{"role": role, "name": "x", "content": "A-RESULT"}]
-            self._shown(self._between, messages)
-            end = self._between(messages).partition("A-RESULT")[0]
+            end = shown(self._between, messages).partition("A-RESULT")[0]
             self.ends[self._follow_calls(messages)] = self._end_of_turn(messages, end)
             turns = [QUESTION, self._turn(messages, THOUGHT)]
             before = self._render(turns)
@@ -100,8 +99,9 @@ class TurnTemplate:
         prompt = self._render([QUESTION], prompt=True)
         if name not in prompt.replace(CUT, ""):
             raise ValueError(f"does not show tools; {other}")
-        text = self._render([QUESTION, self._turn([{"role": "tool", "name": name}])])
-        text = text[len(os.path.commonprefix([text, before])) :]
+        call = self._turn([{"role": "tool", "name": name}])
+        text = self._render([QUESTION, call])
+        text = text[len(os.path.commonprefix([text, before])) :].replace(CUT, "")
         for form in filter(None, (self.tokenizer.response_template, *FORMS.values())):
             self.form = load_response_template(form)
             if self.calls(text) == [(name, {"x": MARK})]:
@@ -122,8 +122,8 @@ class TurnTemplate:
             message = self.tokenizer.parse_response(
                 text, self.form, prefix=self.opened, tools=self.schemas if is_xml else None
             )
-            found = [call["function"] for call in message.get("tool_calls", [])]
-            return [read_call(value) for call in found for value in listed(call)]
+            found = message.get("tool_calls", [])
+            return [read_call(value) for call in found for value in listed(call["function"])]
         except Exception as error:  # of any type: the model may write anything
             return [f"the call cannot be read ({first_line(error.__cause__ or error)})"]
 
@@ -155,17 +155,12 @@ class TurnTemplate:
         return length, length
 
     def _render(self, messages: list[dict], prompt: bool = False) -> str:
-        """Return messages as text, with the generation prompt if asked for; without chat template,
-        their contents.
+        """Return messages as text, with CUTs, and with the generation prompt if asked for; without
+        chat template, their contents.
         """
-        if not self.has_template:
-            return "".join(message["content"] for message in messages)
-        return self.tokenizer.apply_chat_template(
-            messages,
-            guarded(self.schemas, self.tokenizer),
-            tokenize=False,
-            add_generation_prompt=prompt,
-        )
+        if self.has_template:
+            return apply_template(self.tokenizer, messages, self.schemas, prompt)
+        return "".join(turn["content"] for turn in guarded(messages, self.tokenizer))
 
     def _after_turn(self, messages: list[dict]) -> str:
         """Return the text that ends the last turn of a conversation, of the kind that messages would
@@ -186,18 +181,11 @@ class TurnTemplate:
             raise ValueError("shows the end of a turn differently once messages follow")
         return between
 
-    def _shown(self, render: Callable[[list[dict]], str], messages: list[dict]) -> str:
-        """Return the rendering of messages; raise ValueError if the chat template leaves out a
-        content or a call.
-        """
-        return shown(
-            lambda turns: render(guarded(for_template(turns, self.tokenizer), self.tokenizer)),
-            messages,
-        )
-
     def prompt(self, messages: list[dict]) -> str:
-        """Return the text of messages that a turn follows; see `_shown` for what is raised."""
-        return self._shown(functools.partial(self._render, prompt=True), messages)
+        """Return the text of messages that a turn follows; raise ValueError if the chat template
+        leaves out a content or a call.
+        """
+        return shown(functools.partial(self._render, prompt=True), messages)
 
     def observation_ids(self, messages: list[dict], last_token: int) -> list[int]:
         """Return the token ids between the turn just sampled and the next one; without chat
@@ -212,9 +200,9 @@ class TurnTemplate:
         """
         before = self.tokenizer.decode([last_token])
         if not self.has_template:
-            return self.encode(self._shown(self._render, messages), before=before)
+            return self.encode(self.prompt(messages), before=before)
         try:
-            ids = self.encode(self._shown(self._between, messages), before=before)
+            ids = self.encode(shown(self._between, messages), before=before)
         except Exception as error:  # templates may raise any exception
             raise EnvironmentFailure(
                 f"the chat template of --model refuses messages: {first_line(error)}"
@@ -236,11 +224,12 @@ def listed(calls) -> list:
     """Return the calls of a text, which is a list in Python; any other value is one call."""
     if not isinstance(calls, str):
         return [calls]
-    value_of = lambda node: python_or_json(ast.get_source_segment(calls, node))
     return [
         {
             "name": ast.unparse(call.func),
-            "arguments": {x.arg: value_of(x.value) for x in call.keywords},
+            "arguments": {
+                x.arg: python_or_json(ast.get_source_segment(calls, x.value)) for x in call.keywords
+            },
         }
         for call in ast.parse(calls, mode="eval").body.elts
     ]
@@ -259,16 +248,9 @@ def read_call(value) -> Call | str:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return 'a call has to be a JSON object with "name" and "arguments"'
     arguments = value.get("arguments", value.get("parameters")) or {}
-    # Some models write it as a string.
-    arguments = json_or_text(arguments) if isinstance(arguments, str) else arguments
+    if isinstance(arguments, str):  # some models write JSON in JSON
+        with contextlib.suppress(ValueError, RecursionError):  # the second: thousands of brackets
+            arguments = json.loads(arguments)
     if not isinstance(arguments, dict):
         return f"the arguments of {value['name']} have to be a JSON object"
     return value["name"], arguments
-
-
-def json_or_text(text: str):
-    """Return the value of a JSON text, or the text itself if it is not JSON."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):  # the second: brackets in thousands of brackets
-        return text

@@ -44,10 +44,10 @@ class ToolProcesses:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 1 << 16)), hard))
         self.tools = list(map(os.path.abspath, tools))
         self.environment = environment and os.path.abspath(environment)
-        self.server = ForkServer([*self.tools, *filter(None, [self.environment])])
-        self.timeout = SECONDS_TO_LOAD
-        process = ToolProcess(self, seed=0)
+        self.server = ForkServer(list(filter(None, [*self.tools, self.environment])))
         self.timeout = timeout
+        process = ToolProcess(self, seed=0)
+        process.timeout = SECONDS_TO_LOAD
 
         async def describe() -> list[dict]:
             try:
