@@ -1,13 +1,12 @@
 """A teacher of distill.py on a vLLM server: what scripts/vllm_server.py starts, or vLLM as it is."""
 
 import asyncio
-import os
 from typing import Any, Callable
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from extras.vllm.servers import SERVER_PATIENCE, SERVER_START, Servers
+from extras.vllm.servers import SERVER_PATIENCE, SERVER_START, ask_server
 from plumbing.data.cache import column
 from plumbing.event_loop import run_all
 from plumbing.models.config import load_config
@@ -21,14 +20,13 @@ class ServedTeacher:
     """A frozen model that a server knows, and of which it tells the log-probabilities of the sampled
     tokens and of the most likely ones.
 
-    A request is sent again as those of a rollout are (`Servers._request`), for SERVER_PATIENCE
-    seconds, also after --timeout seconds of silence. Then its response does not train.
+    A request is sent again as those of a rollout are (`ask_server`), for SERVER_PATIENCE seconds, also
+    after --timeout seconds of silence. Then its response does not train.
 
     Attributes:
         failure: why the last response that was not answered has no log-probabilities.
     """
 
-    _request: Callable = Servers._request
     failure = ""
 
     def __init__(self, args: Any, tokenizer: PreTrainedTokenizerBase, rows: Any):
@@ -42,16 +40,13 @@ class ServedTeacher:
         self.timeout = args.timeout
         self.size = load_config("--model", args.model).get_text_config().vocab_size
         self.top_k = args.teacher_top_k if args.estimator == "exact" else 0
-        self.headers = {"Authorization": f"Bearer {os.environ.get('VLLM_API_KEY', '')}"}
         say(f"waiting for the teacher at {self.url}, {SERVER_START:.0f} s at most")
         # A pad token may differ: padding is masked.
         ids = sorted({*tokenizer.get_vocab().values()} - {tokenizer.pad_token_id})
 
         async def ask() -> tuple[int, str]:
-            models = await self._request(
-                self.url, "/v1/models", timeout=10.0, patience=SERVER_START
-            )
-            text = await self._request(self.url, "/detokenize", {"tokens": ids})
+            models = await ask_server(self.url, "/v1/models", timeout=10.0, patience=SERVER_START)
+            text = await ask_server(self.url, "/detokenize", {"tokens": ids})
             return models["data"][0]["max_model_len"], text["prompt"]
 
         try:
@@ -68,7 +63,7 @@ class ServedTeacher:
                 f"need {needed}"
             )
 
-    def teach(self, samples: list[Sample], world: World, interrupted: Callable[[], bool]) -> None:
+    def ask(self, samples: list[Sample], world: World, interrupted: Callable[[], bool]) -> None:
         """Add to the outputs of all samples "teacher_tokens" and "teacher_logprobs" (T, K): of each
         response token itself and the most likely ones; NaN for a sample without an answer.
 
@@ -107,7 +102,7 @@ class ServedTeacher:
             "prompt_logprobs": self.top_k,
         }
         try:
-            answer = await self._request(
+            answer = await ask_server(
                 self.url, "/v1/completions", body, self.timeout, SERVER_PATIENCE
             )
             known = answer["choices"][0]["prompt_logprobs"][len(query) :]

@@ -375,9 +375,17 @@ class Batch:
         return collate(rows, self.response_mask.device)
 
     def micro_batches(
-        self, chosen: list[int], token_budget: int, world: utils.World
-    ) -> Iterator[tuple[tuple[Tensor, Tensor], dict[str, Tensor], bool]]:
+        self,
+        chosen: list[int],
+        token_budget: int,
+        world: utils.World,
+        others: Sequence[tuple] = (),
+    ) -> Iterator[tuple[tuple[Tensor, ...], dict[str, Tensor], bool]]:
         """Cut some of the responses into this rank's micro-batches.
+
+        Args:
+            others: rows of `collate`, one for each response, that another model reads. Their tokens
+                count, too, and their input_ids and mask follow those of the responses.
 
         Yields:
             the inputs of a model (input_ids, response_mask: (n, L)), the slices (n, T) of `tokens`,
@@ -389,12 +397,17 @@ class Batch:
         own = self.lengths
         self.trained_tokens += sum(own[i] for i in chosen)
         lengths = self.padded_lengths
+        if others:
+            lengths = [max(n, len(x[0]) + len(x[1])) for n, x in zip(lengths, others)]
         cuts = utils.micro_batches([lengths[i] for i in chosen], token_budget, world)
         for number, cut in enumerate(cuts, 1):
             rows = [chosen[i] for i in cut]
             longest = max([len(self.samples[i].response) for i in rows], default=0)
             tokens = {name: x[rows, :longest] for name, x in self.tokens.items()}
-            yield self.collate(rows), tokens, number == len(cuts)
+            inputs: tuple = self.collate(rows)
+            if others:
+                inputs += collate([others[i] for i in rows], self.stopped.device)
+            yield inputs, tokens, number == len(cuts)
             added = {name: x.detach() for name, x in tokens.items() if name not in self.tokens}
             self.updated |= {i: (place, added) for place, i in enumerate(rows)}
 
