@@ -615,8 +615,8 @@ def collect(
     if asked:
         samples = sampler.rollout(asked, 1, ("rollout", args.seed, step)).samples
     for row in copied:
-        length = len(row["response"])
-        outputs = {"rollout_logprobs": [math.nan] * length}  # nobody sampled them
+        # Nobody has sampled them.
+        outputs = {"rollout_logprobs": [math.nan] * len(row["response"])}
         if not asked:  # --on_policy_share 0: a row may be a conversation, whose mask has holes
             outputs["response_mask"] = row["mask"]
         text = sampler.tokenizer.decode(row["response"], skip_special_tokens=True)
@@ -631,19 +631,18 @@ def collect(
     # Sources score held-out responses only: here their metrics are NaN.
     metrics = {name: x for name, x in metrics.items() if not math.isnan(x)}
     metrics["val/on_policy_share"] = len(asked) / len(rows)
-    # NaN leaves a response out: its conversation has failed, or the server has not answered.
+    # A response trains if it has a score. A conversation that failed has none (NaN).
     batch.scores = batch.reward_components[args.reward[0]]
     if args.is_served:
         answered = batch.tokens["teacher_logprobs"].isfinite().flatten(1).all(1)  # (N,)
         batch.scores = batch.scores.where(answered, math.nan)
         metrics["teacher/left_out"] = 1 - answered.double().mean().item()
-    state = {"position": position + len(rows)}
     return Experience(
         batch,
         sampled=batch,
         metrics=metrics,
         sampled_tokens=sum(batch.lengths),
-        state=state,
+        state={"position": position + len(rows)},
         unscored="",  # no reward source has failed
     )
 
@@ -668,8 +667,8 @@ def main(args: Args) -> None:
     total_steps = count_steps(args.passes, parts.prompts, size)
     updates_per_step = utils.count_updates(size, args.mini_batch_size, args.num_epochs)
     optimizer = utils.Optimizer(parts.policy, args, total_steps, updates_per_step)
-    # Models and optimizers have names, and "" is that of the policy.
     make_rollout = functools.partial(collect, teacher=teacher)
+    # Models and optimizers have names, and "" is that of the policy.
     rollouts = parts.start(make_rollout, total_steps, {"": optimizer})
 
     for step in run.steps():
@@ -680,9 +679,13 @@ def main(args: Args) -> None:
         if experience.metrics.get("teacher/left_out") == 1:
             run.fail(f"{teacher.failure}; no response of step {step} has any")
         trainable = batch.scores.isfinite().nonzero().flatten().tolist()
-        teacher_contexts = []  # (query, response, mask) of each response
+        teacher_contexts = []  # of each response, if the teacher reads it behind another query
         if args.has_teacher_prompt and not args.is_served:
-            teacher_contexts = [(x.row["teacher_query"], *x.contexts[0][1:]) for x in batch.samples]
+            teacher_contexts = [
+                (x.row["teacher_query"], *response)
+                for x in batch.samples
+                for _, *response in x.contexts  # (query, tokens, their mask), a single one
+            ]
 
         # ---- 2. update: epochs, mini-batches (an optimizer step each), micro-batches ----
         run.phase("training")
@@ -698,11 +701,10 @@ def main(args: Args) -> None:
             ):
                 m = micro["response_mask"]  # (n, T), as all of micro and out
                 set_gradient_sync(wrapped, last)
-                # Behind the student's inputs come the teacher's, where they differ.
+                # `inputs` are the student's two, and the teacher's two if there are `teacher_contexts`.
                 of_teacher = teacher_chunks(teacher, inputs[-2:], micro)
-                out = forward_tokens(
-                    wrapped, (*inputs[:2], micro["rollout_logprobs"][m], of_teacher), m
-                )
+                given = *inputs[:2], micro["rollout_logprobs"][m], of_teacher
+                out = forward_tokens(wrapped, given, m)
                 loss = masked_sum(out["losses"], m) / token_count
                 optimizer.backward(loss)
                 sums.add(loss=loss)
