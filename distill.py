@@ -359,9 +359,9 @@ class Policy(nn.Module):
         chunks = []
         # One empty chunk if there are no tokens.
         of_student = zip(*(x.split(CHUNK_TOKENS) for x in (hidden, labels, rollout_logprobs)))
-        for (chunk, *given), known in zip(of_student, of_teacher):
+        for (chunk, *given), teacher_chunk in zip(of_student, of_teacher):
             chunk = chunk.detach().requires_grad_()
-            outputs = self.statistics(chunk, *given, *known)
+            outputs = self.statistics(chunk, *given, *teacher_chunk)
             chunk_gradient, *gradients = torch.autograd.grad(
                 outputs["losses"].sum(), [chunk, *head_weights]
             )
@@ -413,9 +413,9 @@ class Policy(nn.Module):
             )
         if self.args.estimator == "exact":
             # A teacher's head may have more rows than the vocabulary has tokens.
-            known = teacher_logprobs[:, : student_logprobs.shape[-1]]
+            of_vocabulary = teacher_logprobs[:, : student_logprobs.shape[-1]]
             outputs["losses"] = divergence(
-                student_logprobs, known, self.args.divergence, self.args.jsd_beta
+                student_logprobs, of_vocabulary, self.args.divergence, self.args.jsd_beta
             )
         else:
             outputs["losses"] = sampled_reverse_kl(
@@ -458,12 +458,12 @@ def load_teacher(args: Args, parts: Setup) -> Any:
 def teacher_chunks(
     teacher: Any, inputs: tuple[Tensor, ...], micro: dict[str, Tensor]
 ) -> Iterable[tuple]:
-    """Return what a teacher says of the response tokens of a micro-batch, CHUNK_TOKENS of them at a
-    time: the last two arguments of `Policy.statistics`.
+    """Return the teacher's log-probabilities for the response tokens of a micro-batch, CHUNK_TOKENS
+    of them at a time: the last two arguments of `Policy.statistics`.
 
     Args:
         teacher: of `load_teacher`. inputs: what it reads, the arguments of `Policy.forward`.
-        micro: (n, T) by name; of a teacher on a server, what it gave after the rollout: (n, T, K).
+        micro: (n, T) by name; of a teacher on a server its answers (n, T, K), which `collect` asked.
     Returns:
         For each chunk log-probabilities (chunk, V), or of more than V tokens, to which a teacher may
         be padded, and None; of a teacher on a server log-probabilities (chunk, K) and their tokens
@@ -471,8 +471,8 @@ def teacher_chunks(
     """
     if "teacher_logprobs" in micro:
         m = micro["response_mask"]
-        known = micro["teacher_logprobs"][m], micro["teacher_tokens"][m].long()
-        return zip(*(x.split(CHUNK_TOKENS) for x in known))
+        answers = micro["teacher_logprobs"][m], micro["teacher_tokens"][m].long()
+        return zip(*(x.split(CHUNK_TOKENS) for x in answers))
     if teacher is None:
         return itertools.repeat((None, None))
     with torch.no_grad():

@@ -101,18 +101,20 @@ class Servers(VllmSampling):
             raise UserError(f"--rollout_servers {first_line(error)}", local=True) from error
         self.about += ", and the adapter" if self.sends_adapter else ""
 
-    def _ask_all(self, path: str, *bodies: dict, **limits: float) -> list[dict]:
+    def _ask_all(
+        self, path: str, body: dict | list[dict] | None = None, **limits: float
+    ) -> list[dict]:
         """Send a request to all servers at the same time, and return their answers.
 
         Args:
-            bodies: one for all servers, one for each server, or none for a GET.
+            body: see `ask_server`, for all servers; a list has one for each.
             limits: timeout and patience of `ask_server`.
         """
-        each = bodies if len(bodies) > 1 else (bodies or [None]) * len(self.urls)
+        bodies = body if isinstance(body, list) else [body] * len(self.urls)
 
         async def gather() -> list[dict]:
             return await asyncio.gather(
-                *[ask_server(url, path, body, **limits) for url, body in zip(self.urls, each)]
+                *[ask_server(url, path, body, **limits) for url, body in zip(self.urls, bodies)]
             )
 
         return self.run(gather())
@@ -155,7 +157,7 @@ class Servers(VllmSampling):
 
     def init_weight_transfer_engine(self, init_info: dict) -> None:
         bodies = [{"init_info": {**init_info, "rank_offset": rank}} for rank in self.first_ranks]
-        self._ask_all("/init_weight_transfer_engine", *bodies)
+        self._ask_all("/init_weight_transfer_engine", bodies)
 
     def start_weight_update(self) -> None:
         self._ask_all("/pause?mode=keep", {})  # requests wait until /resume

@@ -38,7 +38,7 @@ class ServedTeacher:
         """
         self.url = args.teacher.rstrip("/")
         self.timeout = args.timeout
-        self.size = load_config("--model", args.model).get_text_config().vocab_size
+        self.vocab_size = load_config("--model", args.model).get_text_config().vocab_size
         self.top_k = args.teacher_top_k if args.estimator == "exact" else 0
         say(f"waiting for the teacher at {self.url}, {SERVER_START:.0f} s at most")
         # A pad token may differ: padding is masked.
@@ -50,16 +50,16 @@ class ServedTeacher:
             return models["data"][0]["max_model_len"], text["prompt"]
 
         try:
-            most, text = asyncio.run(ask())
+            max_length, text = asyncio.run(ask())
         except (OSError, RuntimeError, LookupError, TypeError) as error:
             raise UserError(f"--teacher {first_line(error)}", local=True) from error
         if text != tokenizer.decode(ids):
             raise UserError(f"--teacher {self.url}: has another vocabulary than --model")
         queries = np.maximum(column(rows, "query"), column(rows, "teacher_query"))
         needed = queries.max() + args.max_response_length + 1  # it samples a token
-        if needed > most:
+        if needed > max_length:
             raise UserError(
-                f"--teacher {self.url}: reads {most} tokens, and prompts with --max_response_length "
+                f"--teacher {self.url}: reads {max_length} tokens, and prompts with --max_response_length "
                 f"need {needed}"
             )
 
@@ -70,30 +70,33 @@ class ServedTeacher:
         The requests of a rank are under way side by side. Raise Interrupted if a rank was asked to
         save and exit.
         """
-        places = world.shard([*range(len(samples))])
-        answers: dict[int, Any] = {}
+        answers: dict[int, Any] = {}  # by place in `samples`; a text says why there is none
         free = asyncio.Semaphore(REQUESTS)
 
         async def ask(place: int) -> None:
             async with free:
-                answers[place] = await self._logprobs(samples[place])
+                try:
+                    answers[place] = await self._known_tokens(samples[place])
+                except (RuntimeError, LookupError, TypeError, ValueError, AttributeError) as error:
+                    answers[place] = f"--teacher {first_line(error)}"
 
-        asyncio.run(run_all(map(ask, places), interrupted))
+        asyncio.run(run_all(map(ask, world.shard([*range(len(samples))])), interrupted))
         if world.any(interrupted()):
             raise Interrupted
-        gathered = dict(world.all_gather([*answers.items()]))
+        answers = dict(world.all_gather([*answers.items()]))
         for place, sample in enumerate(samples):
-            answer = gathered[place]
+            answer = answers[place]
             if isinstance(answer, str):
                 if not self.failure:
                     warn(f"{answer}; such responses do not train (this is said once)")
                 self.failure = answer
-                answer = [np.full((len(sample.response), self.top_k + 1), np.nan)] * 2
-            names = "teacher_tokens", "teacher_logprobs"
-            sample.outputs = {**sample.outputs, **dict(zip(names, answer))}
+                answer = np.full((2, len(sample.response), self.top_k + 1), np.nan)
+            tokens, logprobs = answer
+            added = {"teacher_tokens": tokens, "teacher_logprobs": logprobs}
+            sample.outputs = {**sample.outputs, **added}
 
-    async def _logprobs(self, sample: Sample) -> Any:
-        """Return tokens and log-probabilities (T, K) of a response, or why there are none."""
+    async def _known_tokens(self, sample: Sample) -> np.ndarray:
+        """Return tokens and log-probabilities (2, T, K) of a response."""
         ((query, response, _),) = sample.contexts
         query = sample.row["teacher_query"] or query
         body = {
@@ -101,19 +104,11 @@ class ServedTeacher:
             "max_tokens": 1,
             "prompt_logprobs": self.top_k,
         }
-        try:
-            answer = await ask_server(
-                self.url, "/v1/completions", body, self.timeout, SERVER_PATIENCE
-            )
-            known = answer["choices"][0]["prompt_logprobs"][len(query) :]
+        answer = await ask_server(self.url, "/v1/completions", body, self.timeout, SERVER_PATIENCE)
+        rows = []
+        for known in answer["choices"][0]["prompt_logprobs"][len(query) :]:
             # The token itself comes first, and is one of the most likely or one more. A teacher may
             # have tokens that the student lacks, as padding.
-            pairs = [
-                [(int(x), of["logprob"]) for x, of in each.items() if int(x) < self.size]
-                for each in known
-            ]
-            rows = [each + each[:1] * (self.top_k + 1 - len(each)) for each in pairs]
-            found = np.array(rows).reshape(len(response), self.top_k + 1, 2)
-        except (RuntimeError, LookupError, TypeError, ValueError, AttributeError) as error:
-            return f"--teacher {first_line(error)}"
-        return found[..., 0], found[..., 1]
+            row = [(int(x), of["logprob"]) for x, of in known.items() if int(x) < self.vocab_size]
+            rows.append(row + row[:1] * (self.top_k + 1 - len(row)))
+        return np.array(rows).reshape(len(response), self.top_k + 1, 2).transpose(2, 0, 1)
