@@ -627,6 +627,12 @@ def collect(
     if args.is_served:
         teacher.ask(samples, sampler.world, sampler.interrupted)
     batch = Batch.from_samples(samples, model_device(sampler.model))
+    if args.has_teacher_prompt and not args.is_served:
+        batch.teacher_contexts = [
+            (x.row["teacher_query"], *response)
+            for x in samples
+            for _, *response in x.contexts  # (query, tokens, mask), a single one
+        ]
     metrics = batch_metrics(batch, reward_sources)
     # Sources score held-out responses only: here their metrics are NaN.
     metrics = {name: x for name, x in metrics.items() if not math.isnan(x)}
@@ -679,13 +685,6 @@ def main(args: Args) -> None:
         if experience.metrics.get("teacher/left_out") == 1:
             run.fail(f"{teacher.failure}; no response of step {step} has any")
         trainable = batch.scores.isfinite().nonzero().flatten().tolist()
-        teacher_contexts = []  # of each response, if the teacher reads it behind another query
-        if args.has_teacher_prompt and not args.is_served:
-            teacher_contexts = [
-                (x.row["teacher_query"], *response)
-                for x in batch.samples
-                for _, *response in x.contexts  # (query, tokens, their mask), a single one
-            ]
 
         # ---- 2. update: epochs, mini-batches (an optimizer step each), micro-batches ----
         run.phase("training")
@@ -696,12 +695,10 @@ def main(args: Args) -> None:
         optimizer.begin_step(step, len(updates))  # fewer where responses were left out
         for number, (_, mini) in enumerate(updates):
             token_count = mask[mini].sum().item()
-            for inputs, micro, last in batch.micro_batches(
-                mini, args.micro_batch_tokens, world, teacher_contexts
-            ):
+            for inputs, micro, last in batch.micro_batches(mini, args.micro_batch_tokens, world):
                 m = micro["response_mask"]  # (n, T), as all of micro and out
                 set_gradient_sync(wrapped, last)
-                # `inputs` are the student's two, and the teacher's two if there are `teacher_contexts`.
+                # The inputs of the student are the first two, those of the teacher the last two.
                 of_teacher = teacher_chunks(teacher, inputs[-2:], micro)
                 given = *inputs[:2], micro["rollout_logprobs"][m], of_teacher
                 out = forward_tokens(wrapped, given, m)

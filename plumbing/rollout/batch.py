@@ -299,6 +299,8 @@ class Batch:
     # (N, T) each, 0 after a response's end; "response_mask" (bool): what was sampled
     tokens: dict[str, Tensor]
     scores: Tensor  # (N,), what a response is trained with; NaN for one that is left out
+    # Of distill.py, if the teacher reads another prompt: (query, tokens, mask) of each response.
+    teacher_contexts: list[tuple] = field(default_factory=list)
     trained_tokens: int = 0  # of the updates, prompts included, over all ranks
     # Of the responses whose latest update ran on this rank: {response: (its place in a
     # micro-batch, what the loop added to the slices of it)}.
@@ -345,11 +347,13 @@ class Batch:
     @property
     def padded_lengths(self) -> list[int]:
         """At most the tokens of each response in a micro-batch: several contexts, each as long as
-        the longest response, or its own.
+        the longest response, or its own; or its `teacher_contexts`, if they are longer.
         """
         longest = max(self.lengths)
         starts = [len(x.starts) for x in self.samples]
-        return [(n + 1) * longest if n else own for n, own in zip(starts, self.lengths)]
+        lengths = [(n + 1) * longest if n else own for n, own in zip(starts, self.lengths)]
+        of_teacher = [len(query) + len(tokens) for query, tokens, _ in self.teacher_contexts]
+        return list(map(max, lengths, of_teacher or lengths))
 
     def scored_by(self, name: str) -> Tensor:
         """Return (N,) bool: the responses that a source scores, which are all unless rows name
@@ -375,20 +379,13 @@ class Batch:
         return collate(rows, self.response_mask.device)
 
     def micro_batches(
-        self,
-        chosen: list[int],
-        token_budget: int,
-        world: utils.World,
-        others: Sequence[tuple] = (),
+        self, chosen: list[int], token_budget: int, world: utils.World
     ) -> Iterator[tuple[tuple[Tensor, ...], dict[str, Tensor], bool]]:
         """Cut some of the responses into this rank's micro-batches.
 
-        Args:
-            others: rows of `collate`, one for each response, that another model reads. Their tokens
-                count, too, and their input_ids and mask follow those of the responses.
-
         Yields:
-            the inputs of a model (input_ids, response_mask: (n, L)), the slices (n, T) of `tokens`,
+            the inputs of a model (input_ids, response_mask: (n, L)), followed by those of a teacher if
+            there are `teacher_contexts`; the slices (n, T) of `tokens`,
             where T is the longest response of the micro-batch, and whether it is the last one.
             What the loop adds to the slices, (n, T) by name, goes to `updated`.
         """
@@ -397,16 +394,15 @@ class Batch:
         own = self.lengths
         self.trained_tokens += sum(own[i] for i in chosen)
         lengths = self.padded_lengths
-        if others:
-            lengths = [max(n, len(x[0]) + len(x[1])) for n, x in zip(lengths, others)]
         cuts = utils.micro_batches([lengths[i] for i in chosen], token_budget, world)
         for number, cut in enumerate(cuts, 1):
             rows = [chosen[i] for i in cut]
             longest = max([len(self.samples[i].response) for i in rows], default=0)
             tokens = {name: x[rows, :longest] for name, x in self.tokens.items()}
             inputs: tuple = self.collate(rows)
-            if others:
-                inputs += collate([others[i] for i in rows], self.stopped.device)
+            if self.teacher_contexts:
+                of_teacher = [self.teacher_contexts[i] for i in rows]
+                inputs += collate(of_teacher, self.response_mask.device)
             yield inputs, tokens, number == len(cuts)
             added = {name: x.detach() for name, x in tokens.items() if name not in self.tokens}
             self.updated |= {i: (place, added) for place, i in enumerate(rows)}
