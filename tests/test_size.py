@@ -18,7 +18,7 @@ SCRIPTS = {
     "grpo": 6_170,
     "rloo": 5_800,
     "ppo": 7_700,
-    "distill": 4_290,
+    "distill": 4_200,
     "reward_model": 1_900,
     "utils": 3_320,
 }
@@ -88,15 +88,15 @@ def table() -> dict[str, tuple[int, int]]:
     plumbing = [path for path in ROOT.glob("plumbing/**/*.py") if path.read_text()]
     everything = ("*.py", "plumbing/**/*.py", "extras/**/*.py", "scripts/**/*.py", "assets/**/*.py")
     rows = {
-        "Python outside tests, tokens": (tokens(*everything), 107_640),
-        "plumbing/, tokens": (tokens("plumbing/**/*.py"), 43_620),
-        "extras/, tokens": (tokens("extras/**/*.py"), 23_390),
+        "Python outside tests, tokens": (tokens(*everything), 107_590),
+        "plumbing/, tokens": (tokens("plumbing/**/*.py"), 43_710),
+        "extras/, tokens": (tokens("extras/**/*.py"), 23_300),
         "plumbing/, files": (len(plumbing), 40),
         "plumbing/, files outside of its folders": (
             sum(path.parent.name == "plumbing" for path in plumbing),
             3,
         ),
-        "tests/, tokens": (tokens("tests/**/*.py"), 160_500),
+        "tests/, tokens": (tokens("tests/**/*.py"), 160_410),
         "web files of the report, lines": (
             lines(*(f"assets/report/*.{end}" for end in ("js", "css", "html"))),
             560,
