@@ -357,7 +357,7 @@ def test_what_a_server_answers():
     server = Server(lambda *_: (answers[0][0], {"choices": [answers.pop(0)[1]]}, {}))
     servers = Servers.__new__(Servers)
     servers.urls = [server.url]
-    servers.heard = {}
+    servers.last_heard = {}
     for why, left in (("another client aborts", 2), ("status 404", 1), ("has started anew", 0)):
         with pytest.raises(RuntimeError, match=why):
             asyncio.run(servers._sample(server.url, {}))
@@ -375,7 +375,7 @@ def test_a_server_is_silent_if_it_answers_none_of_its_requests(monkeypatch):
         lambda body, _: answers[body["number"]].wait(60) and (200, {"choices": [choice]}, {})
     )
     servers = Servers.__new__(Servers)
-    servers.heard = {}
+    servers.last_heard = {}
 
     async def ask() -> None:
         requests = [servers._sample(server.url, {"number": number}) for number in range(3)]

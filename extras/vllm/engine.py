@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from extras.vllm.sampling import (
     ADAPTER,
-    WATCH,
+    WORKER_EXTENSION,
     Adapter,
     Response,
     VllmSampling,
@@ -123,7 +123,7 @@ class Engine(VllmSampling):
                     enable_sleep_mode=self.can_sleep,
                     tensor_parallel_size=args.vllm_tensor_parallel,
                     language_model_only=True,
-                    worker_extension_cls=WATCH,
+                    worker_extension_cls=WORKER_EXTENSION,
                     **settings,
                     **lora,
                 )

@@ -18,7 +18,7 @@ from plumbing.event_loop import EventLoop, run_all
 from plumbing.models.sharding import base_weights, merged
 from utils import first_line, full_tensor
 
-WATCH = "extras.vllm.sampling.WeightWatch"  # vLLM's worker_extension_cls
+WORKER_EXTENSION = "extras.vllm.sampling.WorkerExtension"  # vLLM's worker_extension_cls
 # Of vLLM's LoRARequest. There is no such file: the adapter is in memory when a request names it.
 ADAPTER = {"lora_name": "policy", "lora_int_id": 1, "lora_path": "/policy"}
 # Token ids up to and including a stop token; and by name, a value for each of them.
@@ -65,7 +65,7 @@ def sent_weights(model: PreTrainedModel) -> list[tuple[str, Tensor, Any]]:
     return [entry for entry in base_weights(model) if entry[0] not in tied]
 
 
-class WeightWatch:
+class WorkerExtension:
     """Mixed into vLLM's workers: finds out which weights a sync has not loaded, as vLLM itself only
     logs them and goes on; and loads an adapter from memory, where vLLM itself reads a folder.
     """

@@ -88,8 +88,8 @@ class Servers(VllmSampling):
         self.about = f"vLLM at {', '.join(self.urls)}"
         self.world = world
         self.dtype = compute_dtype or torch.float32
-        self.free = asyncio.Semaphore(SERVER_REQUESTS * len(self.urls))
-        self.heard = dict.fromkeys(self.urls, 0.0)  # time of a server's last request or answer
+        self.slots = asyncio.Semaphore(SERVER_REQUESTS * len(self.urls))
+        self.last_heard = dict.fromkeys(self.urls, 0.0)  # time of a server's last request or answer
         try:
             self._connect()
             world.barrier()
@@ -217,7 +217,7 @@ class Servers(VllmSampling):
         """Return what a server samples after `query`; None after a failure."""
         # Each rank begins at another server: with few conversations, all would ask the first one.
         url = self.urls[(self.world.rank + place) % len(self.urls)]
-        async with self.free:
+        async with self.slots:
             with self._errors_as_failure():
                 model = ADAPTER["lora_name"] if self.sends_adapter else None
                 body = {"token_ids": query, "sampling_params": settings, "model": model}
@@ -232,15 +232,15 @@ class Servers(VllmSampling):
         request = asyncio.create_task(
             ask_server(url, path, body, timeout=None, patience=SERVER_PATIENCE)
         )
-        self.heard[url] = time.monotonic()
+        self.last_heard[url] = time.monotonic()
         try:
             while not request.done():
-                if time.monotonic() - self.heard[url] > SERVER_ANSWER:
+                if time.monotonic() - self.last_heard[url] > SERVER_ANSWER:
                     raise RuntimeError(f"{url}: {path} gave no answer for {SERVER_ANSWER:.0f} s")
                 await asyncio.wait([request], timeout=1.0)
         finally:
             request.cancel()  # vLLM aborts a request whose connection is closed
-        self.heard[url] = time.monotonic()
+        self.last_heard[url] = time.monotonic()
         choice = request.result()["choices"][0]
         if choice["finish_reason"] == "abort":
             raise RuntimeError(f"{url}: another client aborts this run's requests")

@@ -71,10 +71,10 @@ class ServedTeacher:
         save and exit.
         """
         answers: dict[int, Any] = {}  # by place in `samples`; a text says why there is none
-        free = asyncio.Semaphore(REQUESTS)
+        slots = asyncio.Semaphore(REQUESTS)
 
         async def ask(place: int) -> None:
-            async with free:
+            async with slots:
                 try:
                     answers[place] = await self._known_tokens(samples[place])
                 except (RuntimeError, LookupError, TypeError, ValueError, AttributeError) as error:

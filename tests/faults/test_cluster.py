@@ -234,7 +234,7 @@ def test_answers_that_a_network_harms(harm, monkeypatch, no_pauses):
     got = asyncio.run(source.score(batch))
     assert got == [3.0, 5.0] if arrives else all(map(math.isnan, got)) and source.failure
     servers = vllm_servers.Servers.__new__(vllm_servers.Servers)
-    servers.heard = {}
+    servers.last_heard = {}
     monkeypatch.setattr(vllm_servers, "SERVER_PATIENCE", 60.0 if arrives else 0.5)
     sample = servers._sample(proxies[1].url, {})
     if arrives:
