@@ -18,7 +18,7 @@ Deliberate choices:
 2. The sum over the vocabulary is exact. Logits exist for one chunk of tokens at a time: its
    gradient is computed before the next chunk. `--estimator sampled` is a policy gradient of the
    reverse KL instead, by log-probabilities of sampled tokens. Of a teacher on a server the most
-   likely tokens are known; the others count as one (`complete`).
+   likely tokens are known; the others count as one (`spread_rest`).
 3. `--temperature` is that of sampling and, with a teacher, of the loss: it divides the logits;
    `--teacher_temperature` may give the teacher another.
 4. The gradient is that of the global batch: sums are divided by counts over all ranks and
@@ -36,10 +36,11 @@ Deliberate choices:
 """
 
 import functools
+import itertools
 import math
 import os
 import re
-from typing import Any, Callable, Iterator, Literal, Sequence
+from typing import Any, Callable, Iterable, Iterator, Literal, Sequence
 
 import torch
 from pydantic.dataclasses import dataclass
@@ -62,7 +63,6 @@ from plumbing.rollout.batch import (
     Experience,
     Sample,
     Sampler,
-    collate,
     forbid_gradient,
     forward_tokens,
     invert_distribution,
@@ -71,7 +71,7 @@ from plumbing.rollout.batch import (
 from plumbing.rollout.kv_cache import expand_cache
 from plumbing.run.metrics import add_rollout, batch_metrics, mismatch_metrics
 from plumbing.run.ranks import report_errors
-from plumbing.run.setup import set_up
+from plumbing.run.setup import Setup, set_up
 
 CHUNK_TOKENS = 256  # response tokens whose logits are held at once
 ROLLOUT_OUTPUTS = ("rollout_logprobs",)  # what `generate` stores per token; vLLM returns no others
@@ -148,13 +148,17 @@ class Args(
         return self.teacher.startswith(("http://", "https://"))
 
     @property
+    def has_teacher_prompt(self) -> bool:
+        """Whether the teacher reads another prompt than the student."""
+        return bool(self.teacher_prompt or self.teacher_system_prompt)
+
+    @property
     def loaded_teacher(self) -> str:
         """The teacher that this run loads; "" for none."""
         return "" if self.teacher == "self" or self.is_served else self.teacher
 
     def rules(self) -> Iterator[tuple[object, str]]:
         """Yield the conditions that flags must meet, each with what to say otherwise."""
-        has_prompt = self.teacher_prompt or self.teacher_system_prompt
         is_start = self.loaded_teacher and (
             os.path.realpath(self.teacher) == os.path.realpath(self.model)
         )
@@ -163,53 +167,11 @@ class Args(
             "--on_policy_share above 0 requires a --teacher; 0 is supervised fine-tuning",
         )
         yield (
-            not self.response_column or self.on_policy_share < 1,
-            "--response_column requires an --on_policy_share below 1",
-        )
-        yield (
-            has_prompt or self.teacher != "self" and not is_start,
-            "--teacher is the model itself: it requires --teacher_prompt or --teacher_system_prompt",
-        )
-        yield (
-            not has_prompt or not (self.environment or self.agent),
-            "--teacher_prompt and --teacher_system_prompt exclude --environment and --agent",
-        )
-        yield (
-            not self.teacher_system_prompt or self.chat_template != "none",
-            "--teacher_system_prompt requires another --chat_template than none",
-        )
-        yield (
-            not self.ref_refresh_every or (is_start and not self.lora_rank),
-            "--ref_refresh_every requires the name of --model as --teacher, and --lora_rank 0",
-        )
-        yield (
-            not self.is_served or not self.agent,
-            "--agent has several prompts in a response, and a --teacher on a server reads one",
-        )
-        yield (
-            not self.is_served or re.fullmatch(cli.ADDRESS, self.teacher),
-            "--teacher: the address of a server must be of the form http://10.0.0.2:8000",
-        )
-        yield (
-            not self.is_served or (self.teacher_temperature or self.temperature) == 1,
-            "--teacher on a server has a temperature of 1: it requires --teacher_temperature 1",
-        )
-        yield (
-            self.teacher_top_k == 20 or self.is_served and self.estimator == "exact",
-            "--teacher_top_k requires a --teacher on a server and --estimator exact",
-        )
-        yield (
             self.teacher
-            or (
-                self.divergence,
-                self.jsd_beta,
-                self.estimator,
-                self.teacher_temperature,
-                has_prompt,
-            )
-            == ("reverse_kl", 0.5, "exact", None, ""),
-            "--divergence, --jsd_beta, --estimator, --teacher_temperature, --teacher_prompt and "
-            "--teacher_system_prompt require a --teacher",
+            or (self.divergence, self.teacher_temperature, self.has_teacher_prompt)
+            == ("reverse_kl", None, False),
+            "--divergence, --teacher_temperature, --teacher_prompt and --teacher_system_prompt "
+            "require a --teacher",
         )
         yield (
             self.jsd_beta == 0.5 or (self.divergence == "jsd" and self.jsd_beta < 1),
@@ -221,13 +183,47 @@ class Args(
             "--estimator sampled requires --divergence reverse_kl and --on_policy_share 1",
         )
         yield (
+            not self.response_column or self.on_policy_share < 1,
+            "--response_column requires an --on_policy_share below 1",
+        )
+        yield (
             self.on_policy_share == 1 or not (self.tools or self.environment or self.agent),
             "--tools, --environment and --agent require --on_policy_share 1",
         )
+        # The prompt of the teacher.
         yield (
-            not self.rollouts_from or not (self.tools or self.environment or self.agent),
-            "--rollouts_from excludes --tools, --environment and --agent: the files do not say which "
-            "conversations have failed",
+            self.has_teacher_prompt or self.teacher != "self" and not is_start,
+            "--teacher is the model itself: it requires --teacher_prompt or --teacher_system_prompt",
+        )
+        yield (
+            not self.has_teacher_prompt or not (self.environment or self.agent),
+            "--teacher_prompt and --teacher_system_prompt exclude --environment and --agent",
+        )
+        yield (
+            not self.teacher_system_prompt or self.chat_template != "none",
+            "--teacher_system_prompt requires another --chat_template than none",
+        )
+        # A teacher with the weights of the start.
+        yield (
+            not self.ref_refresh_every or (is_start and not self.lora_rank),
+            "--ref_refresh_every requires the name of --model as --teacher, and --lora_rank 0",
+        )
+        # A teacher on a server.
+        yield (
+            not self.is_served or re.fullmatch(cli.ADDRESS, self.teacher),
+            "--teacher: the address of a server must be of the form http://10.0.0.2:8000",
+        )
+        yield (
+            not self.is_served or not self.agent,
+            "--agent has several prompts in a response, and a --teacher on a server reads one",
+        )
+        yield (
+            not self.is_served or (self.teacher_temperature or self.temperature) == 1,
+            "--teacher on a server has a temperature of 1: it requires --teacher_temperature 1",
+        )
+        yield (
+            self.teacher_top_k == 20 or self.is_served and self.estimator == "exact",
+            "--teacher_top_k requires a --teacher on a server and --estimator exact",
         )
         yield (
             self.precision != "fp16",
@@ -278,7 +274,7 @@ def sampled_reverse_kl(
     return ratio * (logprobs - teacher_logprobs).detach()
 
 
-def complete(tokens: Tensor, top_logprobs: Tensor, logprobs: Tensor) -> Tensor:
+def spread_rest(tokens: Tensor, top_logprobs: Tensor, logprobs: Tensor) -> Tensor:
     """Return log-probabilities (..., V) of a teacher of which K tokens are known. The others share
     what is left in the proportions of the student.
 
@@ -311,30 +307,28 @@ class Policy(nn.Module):
     use of the weights.
     """
 
-    def __init__(self, model: PreTrainedModel, args: Args, temperature: float):
+    def __init__(self, model: PreTrainedModel, args: Args):
         super().__init__()
         self.model = model
         self.args = args
-        self.temperature = temperature
+        # The loss of supervised fine-tuning has temperature 1: only evaluations use --temperature.
+        self.temperature = args.temperature if args.teacher else 1.0
 
     def logprobs(self, hidden: Tensor, temperature: float) -> Tensor:
         """Return the log-probabilities of all next tokens: (..., H) -> (..., V)."""
         return (head_logits(self.model, hidden) / temperature).log_softmax(-1)
 
     @torch.no_grad()  # the head of a teacher may be the one that trains
-    def teach(self, hidden: Tensor, part: slice) -> tuple:
-        """Return the last two arguments of `statistics` for a slice of the response tokens: the
-        teacher's log-probabilities (n, V), and None.
-        """
-        return self.logprobs(hidden[part], self.args.teacher_temperature or self.temperature), None
+    def teacher_logprobs(self, hidden: Tensor) -> Tensor:
+        """Return `logprobs` of this model as the teacher."""
+        return self.logprobs(hidden, self.args.teacher_temperature or self.temperature)
 
     def forward(
         self,
         input_ids: Tensor,
         response_mask: Tensor,
         rollout_logprobs: Tensor | None = None,
-        teach: Callable | None = None,
-        as_teacher: bool = False,
+        of_teacher: Iterable[tuple] = (),
     ) -> Any:
         """Return losses and statistics of the response tokens. The backward pass of the head runs
         here, too.
@@ -343,11 +337,9 @@ class Policy(nn.Module):
             input_ids: (N, L), query and response, padded on the right (causal attention never looks
                 there).
             response_mask: (N, L) bool, set on response tokens.
-            rollout_logprobs: (tokens,), which --estimator sampled reads; None in the pass that only
-                sets up FSDP.
-            teach: a function from a slice of the response tokens to the last two arguments of
-                `statistics`; None for no teacher.
-            as_teacher: return such a function of this model, in place of its losses.
+            rollout_logprobs: (tokens,), which --estimator sampled reads; None for the pass of a
+                teacher, which returns the last hidden states (tokens, H) only.
+            of_teacher: see `teacher_chunks`.
         Returns:
             Tensors (tokens,) by name, those of `statistics`, one value per set entry of the mask,
             row by row, float32 or better. Only "losses" has a gradient, and it is right only if the
@@ -356,31 +348,23 @@ class Policy(nn.Module):
         rows, positions = response_mask.nonzero(as_tuple=True)
         # The hidden states at the positions before the response tokens predict them.
         hidden = last_hidden_states(self.model, input_ids)[rows, positions - 1]  # (tokens, H)
-        if as_teacher:
-            return functools.partial(self.teach, hidden)
-        labels = input_ids[response_mask]  # (tokens,)
         if rollout_logprobs is None:
-            rollout_logprobs = torch.zeros_like(labels)
-        weights = [
-            weight
-            for weight in self.model.get_output_embeddings().parameters()
-            if weight.requires_grad
+            return hidden
+        labels = input_ids[response_mask]  # (tokens,)
+        head_weights = [
+            x for x in self.model.get_output_embeddings().parameters() if x.requires_grad
         ]
-        chunks = []
+        head_gradients = [torch.zeros_like(weight) for weight in head_weights]
         hidden_gradients = []
-        head_gradients = [torch.zeros_like(weight) for weight in weights]
+        chunks = []
         # One empty chunk if there are no tokens.
-        for start in range(0, max(1, len(labels)), CHUNK_TOKENS):
-            part = slice(start, start + CHUNK_TOKENS)
-            from_teacher = () if teach is None else teach(part)
-            with torch.enable_grad():  # FSDP's first pass is without gradient
-                chunk = hidden[part].detach().requires_grad_()
-                outputs = self.statistics(
-                    chunk, labels[part], rollout_logprobs[part], *from_teacher
-                )
-                chunk_gradient, *gradients = torch.autograd.grad(
-                    outputs["losses"].sum(), [chunk, *weights]
-                )
+        of_student = zip(*(x.split(CHUNK_TOKENS) for x in (hidden, labels, rollout_logprobs)))
+        for (chunk, *given), teacher_chunk in zip(of_student, of_teacher):
+            chunk = chunk.detach().requires_grad_()
+            outputs = self.statistics(chunk, *given, *teacher_chunk)
+            chunk_gradient, *gradients = torch.autograd.grad(
+                outputs["losses"].sum(), [chunk, *head_weights]
+            )
             hidden_gradients.append(chunk_gradient)
             for total, gradient in zip(head_gradients, gradients):
                 total += gradient
@@ -392,7 +376,7 @@ class Policy(nn.Module):
         # backward pass through DDP or FSDP finds them there. A hidden state is of one token; of the
         # head's g, each token carries an equal part.
         linear = (hidden * torch.cat(hidden_gradients)).sum(-1)  # (tokens,)
-        for weight, gradient in zip(weights, head_gradients):
+        for weight, gradient in zip(head_weights, head_gradients):
             linear = linear + (weight * gradient).sum() / max(1, len(labels))
         logged = {name: forbid_gradient(name, x) for name, x in outputs.items()}
         return {"losses": losses + (linear - linear.detach()), **logged}
@@ -402,17 +386,16 @@ class Policy(nn.Module):
         hidden: Tensor,
         labels: Tensor,
         rollout_logprobs: Tensor,
-        teacher_logprobs: Tensor | None = None,
-        teacher_tokens: Tensor | None = None,
+        teacher_logprobs: Tensor | None,
+        teacher_tokens: Tensor | None,
     ) -> dict[str, Tensor]:
         """Return outputs (chunk,) of a chunk of tokens: "losses", and for the log "logprobs" and
         "entropies"; with a teacher also "teacher_entropies", and "same_top", 1 where both have the
         same most likely token.
 
         Args:
-            hidden: (chunk, H). labels, rollout_logprobs: (chunk,). teacher_logprobs: (chunk, V), or
-                more than V tokens, to which a teacher may be padded; or (chunk, K), of
-                teacher_tokens (chunk, K), with a teacher on a server.
+            hidden: (chunk, H). labels, rollout_logprobs: (chunk,).
+            teacher_logprobs, teacher_tokens: see `teacher_chunks`.
         """
         student_logprobs = self.logprobs(hidden, self.temperature)  # (chunk, V)
         at_labels = lambda x: x.gather(-1, labels[:, None])[:, 0]  # (chunk, V) -> (chunk,)
@@ -425,12 +408,14 @@ class Policy(nn.Module):
         if teacher_logprobs is None:
             return outputs
         if teacher_tokens is not None:
-            teacher_logprobs = complete(teacher_tokens, teacher_logprobs, student_logprobs.detach())
+            teacher_logprobs = spread_rest(
+                teacher_tokens, teacher_logprobs, student_logprobs.detach()
+            )
         if self.args.estimator == "exact":
             # A teacher's head may have more rows than the vocabulary has tokens.
-            known = teacher_logprobs[:, : student_logprobs.shape[-1]]
+            of_vocabulary = teacher_logprobs[:, : student_logprobs.shape[-1]]
             outputs["losses"] = divergence(
-                student_logprobs, known, self.args.divergence, self.args.jsd_beta
+                student_logprobs, of_vocabulary, self.args.divergence, self.args.jsd_beta
             )
         else:
             outputs["losses"] = sampled_reverse_kl(
@@ -440,6 +425,62 @@ class Policy(nn.Module):
         outputs["same_top"] = same_top.to(logprobs.dtype)
         outputs["teacher_entropies"] = entr(teacher_logprobs.exp()).sum(-1)
         return outputs
+
+
+# --------------------------------------------------------------------------------------------------
+# The teacher: another model, the model that trains, or a server
+# --------------------------------------------------------------------------------------------------
+
+
+def load_teacher(args: Args, parts: Setup) -> Any:
+    """Return what --teacher names: a Policy, also the one that trains; a ServedTeacher; or None."""
+    if not args.teacher:
+        return None
+    if args.is_served:
+        from extras.vllm.teacher import ServedTeacher
+
+        return ServedTeacher(args, parts.sampler.tokenizer, parts.prompts)
+    if args.teacher == "self":
+        return parts.policy
+    name = args.teacher
+    # A resumed run goes on with the teacher as it was last refreshed.
+    if args.ref_refresh_every and parts.run.checkpoint:
+        name = os.path.join(parts.run.checkpoint, "teacher")
+    make_policy = functools.partial(Policy, args=args)
+    teacher = loading.load_frozen(
+        "--teacher", name, make_policy, parts.precision.frozen_dtype, parts.sharding
+    )
+    if args.ref_refresh_every:
+        parts.models["teacher"] = teacher.model
+    return teacher
+
+
+def teacher_chunks(
+    teacher: Any, inputs: tuple[Tensor, ...], micro: dict[str, Tensor]
+) -> Iterable[tuple]:
+    """Return the teacher's log-probabilities for the response tokens of a micro-batch, CHUNK_TOKENS
+    of them at a time: the last two arguments of `Policy.statistics`.
+
+    Args:
+        teacher: of `load_teacher`. inputs: what it reads, the arguments of `Policy.forward`.
+        micro: (n, T) by name; of a teacher on a server its answers (n, T, K), which `collect` asked.
+    Returns:
+        For each chunk log-probabilities (chunk, V), or of more than V tokens, to which a teacher may
+        be padded, and None; of a teacher on a server log-probabilities (chunk, K) and their tokens
+        (chunk, K); without a teacher None and None.
+    """
+    if "teacher_logprobs" in micro:
+        m = micro["response_mask"]
+        answers = micro["teacher_logprobs"][m], micro["teacher_tokens"][m].long()
+        return zip(*(x.split(CHUNK_TOKENS) for x in answers))
+    if teacher is None:
+        return itertools.repeat((None, None))
+    with torch.no_grad():
+        hidden = teacher(*inputs)  # (tokens, H)
+    # The head of the teacher computes while the student's forward takes chunk after chunk.
+    if isinstance(teacher, FSDPModule):
+        teacher.unshard()
+    return ((teacher.teacher_logprobs(chunk), None) for chunk in hidden.split(CHUNK_TOKENS))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -554,14 +595,14 @@ def generate(
 
 
 def collect(
-    sampler: Sampler, prompts: Sequence[Row], step: int, state: dict, server: Any = None
+    sampler: Sampler, prompts: Sequence[Row], step: int, state: dict, teacher: Any
 ) -> Experience:
     """Gather a response to each prompt of a step: the student's with probability --on_policy_share,
     else the row's.
 
     Args:
-        server: a ServedTeacher, which adds what it says of the response tokens.
         state: `Experience.state` of the previous rollout: the "position" of the next prompt.
+        teacher: of `load_teacher`; one on a server is asked here.
     """
     args = sampler.args
     reward_sources = sampler.reward_sources
@@ -570,13 +611,13 @@ def collect(
     rows = take_prompts(prompts, position, args.rollout_batch_size, args.seed, args.shuffle)
     drawn = utils.generator("on policy", args.seed, step).random(len(rows))
     by_student = drawn < args.on_policy_share  # (prompts,) bool
-    asked = [row for row, student in zip(rows, by_student) if student]
-    copied = [row for row, student in zip(rows, by_student) if not student]
+    asked = [*itertools.compress(rows, by_student)]
+    copied = [*itertools.compress(rows, ~by_student)]
     if asked:
         samples = sampler.rollout(asked, 1, ("rollout", args.seed, step)).samples
     for row in copied:
-        length = len(row["response"])
-        outputs = {"rollout_logprobs": [math.nan] * length}  # nobody sampled them
+        # Nobody has sampled them.
+        outputs = {"rollout_logprobs": [math.nan] * len(row["response"])}
         if not asked:  # --on_policy_share 0: a row may be a conversation, whose mask has holes
             outputs["response_mask"] = row["mask"]
         text = sampler.tokenizer.decode(row["response"], skip_special_tokens=True)
@@ -584,35 +625,33 @@ def collect(
         samples.append(
             Sample(row, row["response"], outputs, stopped=True, text=text, scores=scores)
         )
-    if server is not None:
-        server.teach(samples, sampler.world, sampler.interrupted)
+    if args.is_served:
+        teacher.ask(samples, sampler.world, sampler.interrupted)
     batch = Batch.from_samples(samples, model_device(sampler.model))
+    if args.has_teacher_prompt and not args.is_served:
+        batch.teacher_contexts = [
+            (x.row["teacher_query"], *response)
+            for x in samples
+            for _, *response in x.contexts  # (query, tokens, mask), a single one
+        ]
     metrics = batch_metrics(batch, reward_sources)
     # Sources score held-out responses only: here their metrics are NaN.
     metrics = {name: x for name, x in metrics.items() if not math.isnan(x)}
     metrics["val/on_policy_share"] = len(asked) / len(rows)
-    state = {"position": position + len(rows)}
+    # A response trains if it has a score. A conversation that failed has none (NaN).
+    batch.scores = batch.reward_components[args.reward[0]]
+    if args.is_served:
+        answered = batch.tokens["teacher_logprobs"].isfinite().flatten(1).all(1)  # (N,)
+        batch.scores = batch.scores.where(answered, math.nan)
+        metrics["teacher/left_out"] = 1 - answered.double().mean().item()
     return Experience(
         batch,
         sampled=batch,
         metrics=metrics,
         sampled_tokens=sum(batch.lengths),
-        state=state,
+        state={"position": position + len(rows)},
         unscored="",  # no reward source has failed
     )
-
-
-def behind_teacher_prompts(batch: Batch, places: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the responses of a micro-batch behind the teacher's prompts, as `collate` lays them
-    out.
-
-    Args:
-        places: (n, T), at each token the index of its response in `batch`.
-    """
-    samples = [batch.samples[i] for i in places[:, :1].flatten()]
-    # A context is (query, response, mask); only the query is another one.
-    rows = [(x.row["teacher_query"], *x.contexts[0][1:]) for x in samples]
-    return collate(rows, places.device)
 
 
 def main(args: Args) -> None:
@@ -621,66 +660,36 @@ def main(args: Args) -> None:
     learn: Learn = "turns" if args.on_policy_share else "conversations"
     if args.on_policy_share == 1:
         learn = "prompts"
-    # Without a teacher the loss has temperature 1, and only evaluations use --temperature.
-    temperature = args.temperature if args.teacher else 1.0
-    make_policy = functools.partial(Policy, args=args, temperature=temperature)
     parts = set_up(
         args,
         __file__,
-        make_policy,
+        functools.partial(Policy, args=args),
         generate,
         ROLLOUT_OUTPUTS,
         learn=learn,
     )
     world, run, wrapped, sampler = parts.world, parts.run, parts.wrapped, parts.sampler
-    teacher: Any = None
-    server: Any = None
-    if args.is_served:
-        from extras.vllm.teacher import ServedTeacher
-
-        server = ServedTeacher(args, sampler.tokenizer, parts.prompts)
-    elif args.teacher == "self":
-        teacher = parts.policy
-    elif args.teacher:
-        name = args.teacher
-        # A resumed run goes on with the teacher as it was last refreshed.
-        if args.ref_refresh_every and run.checkpoint:
-            name = os.path.join(run.checkpoint, "teacher")
-        teacher = loading.load_frozen(
-            "--teacher", name, make_policy, parts.precision.frozen_dtype, parts.sharding
-        )
-        if args.ref_refresh_every:
-            parts.models["teacher"] = teacher.model
+    teacher = load_teacher(args, parts)
     size = args.rollout_batch_size
     total_steps = count_steps(args.passes, parts.prompts, size)
     updates_per_step = utils.count_updates(size, args.mini_batch_size, args.num_epochs)
     optimizer = utils.Optimizer(parts.policy, args, total_steps, updates_per_step)
+    make_rollout = functools.partial(collect, teacher=teacher)
     # Models and optimizers have names, and "" is that of the policy.
-    rollouts = parts.start(functools.partial(collect, server=server), total_steps, {"": optimizer})
+    rollouts = parts.start(make_rollout, total_steps, {"": optimizer})
 
     for step in run.steps():
         # ---- 1. rollout ----
         run.phase("rollout")
         experience = rollouts.take(step)
         batch, mask = experience.batch, experience.batch.response_mask  # (N, T)
+        if experience.metrics.get("teacher/left_out") == 1:
+            run.fail(f"{teacher.failure}; no response of step {step} has any")
+        trainable = batch.scores.isfinite().nonzero().flatten().tolist()
 
         # ---- 2. update: epochs, mini-batches (an optimizer step each), micro-batches ----
         run.phase("training")
         sums = utils.Sums(world)
-        # NaN where a server has not answered. Without a server nothing is missing, as in `mask`.
-        teacher_logprobs = batch.tokens.get("teacher_logprobs", mask)
-        is_taught = teacher_logprobs.isfinite().flatten(1).all(1).tolist()
-        if not any(is_taught):
-            run.fail(f"{server.failure}; no response of step {step} has any")
-        if args.teacher_prompt or args.teacher_system_prompt:
-            # Each token's response, for `behind_teacher_prompts`: micro-batches carry it along.
-            places = torch.arange(len(batch.samples), device=mask.device)
-            batch.tokens["places"] = places[:, None].expand(mask.shape)
-        trainable = [
-            i
-            for i, x in enumerate(batch.samples)
-            if is_taught[i] and not (x.conversation and x.conversation.error)
-        ]
         updates = utils.mini_batches(
             trainable, args.mini_batch_size, args.num_epochs, (args.seed, step)
         )
@@ -689,21 +698,11 @@ def main(args: Args) -> None:
             token_count = mask[mini].sum().item()
             for inputs, micro, last in batch.micro_batches(mini, args, world):
                 m = micro["response_mask"]  # (n, T), as all of micro and out
-                teach = None  # a function: slice of the response tokens -> log-probs (n, V)
                 set_gradient_sync(wrapped, last)
-                if server is not None:
-                    known = micro["teacher_logprobs"][m], micro["teacher_tokens"][m].long()
-                    teach = lambda part, known=known: tuple(x[part] for x in known)
-                if teacher is not None:
-                    inputs_of_teacher = inputs
-                    if "places" in micro:
-                        inputs_of_teacher = behind_teacher_prompts(batch, micro["places"])
-                    with torch.no_grad():
-                        teach = teacher(*inputs_of_teacher, as_teacher=True)
-                    # The student's forward calls `teach`, which uses the teacher's head, by chunks.
-                    if isinstance(teacher, FSDPModule):
-                        teacher.unshard()
-                out = forward_tokens(wrapped, (*inputs, micro["rollout_logprobs"][m], teach), m)
+                # The inputs of the student are the first two, those of the teacher the last two.
+                of_teacher = teacher_chunks(teacher, inputs[-2:], micro)
+                given = *inputs[:2], micro["rollout_logprobs"][m], of_teacher
+                out = forward_tokens(wrapped, given, m)
                 loss = masked_sum(out["losses"], m) / token_count
                 optimizer.backward(loss)
                 sums.add(loss=loss)
@@ -732,8 +731,6 @@ def main(args: Args) -> None:
             **optimizer.metrics(),
             **sampler.metrics(),
         }
-        if server is not None:
-            metrics["teacher/left_out"] = 1 - sum(is_taught) / len(is_taught)
         if args.teacher:
             metrics["objective/divergence"] = total["losses"] / total["tokens"]
             metrics["teacher/entropy_avg"] = total["teacher_entropies"] / total["tokens"]

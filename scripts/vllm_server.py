@@ -25,7 +25,7 @@ from pydantic.dataclasses import dataclass
 from server_key import require_key
 
 import utils
-from extras.vllm.sampling import WATCH
+from extras.vllm.sampling import WORKER_EXTENSION
 from plumbing import cli
 from plumbing.cli import NonNegativeFloat, Port
 from plumbing.run.ranks import report_errors
@@ -69,7 +69,7 @@ def main(args: Args, others: list[str]) -> None:
         "max-logprobs": -1,  # a run may ask a teacher for all
         "weight-transfer-config": '{"backend": "nccl"}',
         "middleware": "server_key.CheckKey",
-        "worker-extension-cls": WATCH,
+        "worker-extension-cls": WORKER_EXTENSION,
         "uvicorn-log-level": "warning",  # no line for each request
         "max-model-len": args.max_length,
         "kv-cache-memory-bytes": int(args.kv_cache_gb * 1e9),
@@ -83,7 +83,7 @@ def main(args: Args, others: list[str]) -> None:
         "--language-model-only",
         "--enable-lora" if args.lora_rank else "--no-enable-lora",
     ]
-    # For WATCH and the middleware.
+    # For WORKER_EXTENSION and the middleware.
     path = os.pathsep.join([utils.ROOT, f"{utils.ROOT}/scripts", os.environ.get("PYTHONPATH", "")])
     switches = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": path}
     switches["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"

@@ -77,7 +77,7 @@ def test_all_unknown_tokens_of_a_teacher_count_as_one(kind, known):
     gradient = torch.autograd.grad(expected.sum(), logits, retain_graph=True)
     # the first one twice, as a server has it
     tokens, top = (torch.cat([x, x[:, :1]], -1) for x in (tokens, top))
-    value = distill.divergence(p, distill.complete(tokens, top, p.detach()), kind, 0.3)
+    value = distill.divergence(p, distill.spread_rest(tokens, top, p.detach()), kind, 0.3)
     torch.testing.assert_close(value, expected, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(
         torch.autograd.grad(value.sum(), logits), gradient, rtol=1e-10, atol=1e-12
@@ -87,9 +87,10 @@ def test_all_unknown_tokens_of_a_teacher_count_as_one(kind, known):
 # ---- the statistics of chunks --------------------------------------------------------------------
 
 
-def test_chunks_give_what_whole_logits_give(tmp_path, monkeypatch):
-    """Values and gradients; the teacher is another family with a few more rows of its
-    vocabulary.
+@pytest.mark.parametrize("temperature", [None, 2.0])
+def test_chunks_give_what_whole_logits_give(tmp_path, monkeypatch, temperature):
+    """Values and gradients; the teacher is another family with a few more rows of its vocabulary,
+    and has the temperature of the student, 0.5, unless it is given.
     """
     name = tiny_model(tmp_path / "student")
     rows = transformers.AutoConfig.from_pretrained(name).vocab_size
@@ -101,7 +102,7 @@ def test_chunks_give_what_whole_logits_give(tmp_path, monkeypatch):
     mask = torch.tensor([[0, 0, 1, 1, 0, 1], [0, 1, 1, 1, 0, 0]]).bool()
     ours, theirs = (
         (model(input_ids=ids).logits[:, :-1] / t).log_softmax(-1)[mask[:, 1:]]
-        for model, t in ((student, 0.5), (teacher, 2.0))
+        for model, t in ((student, 0.5), (teacher, temperature or 0.5))
     )  # (tokens, V) each
     tokens = ids[:, 1:][mask[:, 1:], None]
     expected = {
@@ -112,15 +113,16 @@ def test_chunks_give_what_whole_logits_give(tmp_path, monkeypatch):
         "same_top": (ours.argmax(1) == theirs.argmax(1)).double(),
     }
     gradients = torch.autograd.grad(3 * expected["losses"].sum(), list(student.parameters()))
-    args = distill.Args(teacher=other, divergence="jsd", jsd_beta=0.3)
+    temperatures = dict(temperature=0.5, teacher_temperature=temperature)
+    args = distill.Args(teacher=other, divergence="jsd", jsd_beta=0.3, **temperatures)
+    inputs = ids, mask
     near = dict(rtol=1e-9, atol=1e-11)
     # on GPUs, of at most 2**31 numbers: less than a large head has
     monkeypatch.setattr(torch.Tensor, "dot", None)
     for size in (2, 100):
         monkeypatch.setattr(distill, "CHUNK_TOKENS", size)
-        with torch.no_grad():
-            teach = distill.Policy(teacher, args, 2.0)(ids, mask, as_teacher=True)
-        out = distill.Policy(student, args, 0.5)(ids, mask, torch.zeros(int(mask.sum())), teach)
+        of_teacher = distill.teacher_chunks(distill.Policy(teacher, args), inputs, {})
+        out = distill.Policy(student, args)(*inputs, torch.zeros(int(mask.sum())), of_teacher)
         torch.testing.assert_close(out, expected, **near)
         student.zero_grad()
         (3 * out["losses"].sum()).backward()
@@ -267,29 +269,6 @@ def test_who_answers_a_prompt(tmp_path, share):
     assert max(compared, default=0) < 1e-4 and (len(compared) < len(metrics)) == (share < 0.5)
 
 
-@pytest.mark.parametrize("given", [None, 2.0])
-def test_the_temperature_of_the_teacher(tmp_path, given):
-    """It is that of the student, 0.5, unless it is given."""
-    teacher = tiny_model(tmp_path / "teacher", initializer_range=0.1)
-    changes = {"teacher_temperature": given} if given else {}
-    values = flags(tmp_path, teacher=teacher, on_policy_share=0.0, temperature=0.5, **changes)
-    run_here({**values, "passes": 4 / 13}, "distill")
-    entropies = []
-    for name, temperature in ((teacher, given or 0.5), (values["model"], 0.5)):
-        model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=torch.float64)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-        of_tokens = []
-        for row in read_lines(folder_of(values) / "samples.jsonl"):
-            query, answer = (tokenizer.encode(row[x]) for x in ("prompt", "answer"))
-            logits = model(torch.tensor([query + answer])).logits[0, len(query) - 1 :]
-            logprobs = (logits / temperature).log_softmax(-1)
-            of_tokens += (-(logprobs.exp() * logprobs).sum(-1)).tolist()
-        entropies.append(sum(of_tokens) / len(of_tokens))
-    (row,) = metrics_of(values)
-    names = ("teacher/entropy_avg", "policy/entropy_avg")
-    assert [row[name] for name in names] == pytest.approx(entropies, rel=1e-6)
-
-
 # ---- the model as its own teacher ----------------------------------------------------------------
 
 WORKED = "{prompt}={answer}:"
@@ -315,6 +294,21 @@ def test_the_model_teaches_itself_behind_another_prompt(tmp_path):
         expected += distill.divergence(*logprobs, "reverse_kl", 0.5).tolist()
     mean = sum(expected) / len(expected)
     assert metrics["objective/divergence"] == pytest.approx(mean, rel=1e-6)
+
+
+def test_longer_prompts_of_a_teacher_count_in_a_micro_batch(tmp_path, monkeypatch):
+    passes = []
+    forward = distill.Policy.forward
+
+    def count(self, input_ids, *given):
+        passes.append(input_ids.shape)
+        return forward(self, input_ids, *given)
+
+    monkeypatch.setattr(distill.Policy, "forward", count)
+    longer = {"teacher": "self", "teacher_prompt": "{prompt}" * 10}
+    values = flags(tmp_path, **longer, passes=4 / 13, on_policy_share=0.0)
+    run_here({**values, "micro_batch_tokens": 100}, "distill")
+    assert 50 < max(rows * length for rows, length in passes) <= 100
 
 
 def test_a_refreshed_teacher_is_the_live_model_once_a_step(tmp_path):
@@ -501,16 +495,20 @@ class Broken:
 
 
 def test_conversations_that_fail_do_not_train(tmp_path, capfd):
-    """Nor does a step of which all fail, in which nothing changes."""
+    """Nor does a step of which all fail, in which nothing changes; also where they are read from
+    files.
+    """
     (tmp_path / "broken.py").write_text(BROKEN)
     values = flags(
         tmp_path, teacher=tiny_model(tmp_path / "teacher", "llama"), passes=16 / 13, num_epochs=2
     )
-    run_here(
-        {**values, "environment": f"{tmp_path / 'broken.py'}:Broken", "rollout_batch_size": 4},
-        "distill",
-    )
+    values |= {"environment": f"{tmp_path / 'broken.py'}:Broken", "rollout_batch_size": 4}
+    run_here({**values, "save_rollouts": True}, "distill")
     rows = metrics_of(values)
+    again = {**values, "rollouts_from": str(folder_of(values)), "run_name": "again"}
+    run_here(again, "distill")
+    losses = [[row["train/loss"] for row in each] for each in (rows, metrics_of(again))]
+    assert losses[0] == losses[1]
     trained = [row["train/loss"] is not None for row in rows]
     assert any(trained) and not all(trained)
     assert [row["val/skipped_updates"] for row in rows] == [0] * 4

@@ -41,7 +41,7 @@ import grpo
 import utils
 from extras.lora import add_lora
 from extras.vllm import engine as vllm_engine
-from extras.vllm.sampling import packed_adapter
+from extras.vllm import sampling as vllm_sampling
 from plumbing.models import loading, sharding
 
 if importlib.util.find_spec("vllm") is None:
@@ -204,7 +204,7 @@ def test_an_engine_that_raises_says_why(setting, monkeypatch):
     gather = lambda *given: gathered.append(1) or sharding.merged(*given)
     for owner, name in ((engine.llm.llm_engine, "step"), (engine.llm, "collective_rpc")):
         with monkeypatch.context() as patch:
-            patch.setattr(vllm_engine, "merged", gather)
+            patch.setattr(vllm_sampling, "merged", gather)
             patch.setattr(owner, name, lambda *_, **__: [][0])
             engine.sync(model, 0)
             # of a sharded model, all ranks gather every weight
@@ -371,9 +371,9 @@ def test_adapters_that_vllm_does_not_take(adapting, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("vllm.model_executor.models.supports_lora", lambda family: False)
         assert not vllm_engine.lora_settings(args, model)
-    data, *scale = packed_adapter(model, torch.float32)
+    data, *scale = vllm_sampling.packed_adapter(model, torch.float32)
     others = data.replace(b"layers.0.mlp", b"layers.9.mlp"), *scale
-    monkeypatch.setattr(vllm_engine, "packed_adapter", lambda *_: others)
+    monkeypatch.setattr(vllm_sampling, "packed_adapter", lambda *_: others)
     engine.sync(model, 0)
     assert "--vllm_lora: it lacks 3 layers of the adapter, such as model" in failure_of(engine)
 

@@ -38,6 +38,7 @@ from tiny_models import random_model
 import distill
 import utils
 from extras.lora import add_lora
+from extras.vllm import sampling as vllm_sampling
 from extras.vllm import servers as vllm_servers
 from extras.vllm.servers import Servers
 from extras.vllm.teacher import ServedTeacher
@@ -269,7 +270,7 @@ def test_a_server_teaches(engine, running, top_k):
     samples = [
         Sample({"query": query, "teacher_query": []}, query[5:], {}, True) for query in queries
     ]
-    ServedTeacher(args, tokenizer, rows).teach(samples, WORLD, lambda: False)
+    ServedTeacher(args, tokenizer, rows).ask(samples, WORLD, lambda: False)
     for query, sample in zip(queries, samples):
         with torch.no_grad():
             logits = model(torch.tensor([query + sample.response.tolist()])).logits
@@ -356,8 +357,7 @@ def test_what_a_server_answers():
     server = Server(lambda *_: (answers[0][0], {"choices": [answers.pop(0)[1]]}, {}))
     servers = Servers.__new__(Servers)
     servers.urls = [server.url]
-    servers.headers = {}
-    servers.heard = {}
+    servers.last_heard = {}
     for why, left in (("another client aborts", 2), ("status 404", 1), ("has started anew", 0)):
         with pytest.raises(RuntimeError, match=why):
             asyncio.run(servers._sample(server.url, {}))
@@ -375,8 +375,7 @@ def test_a_server_is_silent_if_it_answers_none_of_its_requests(monkeypatch):
         lambda body, _: answers[body["number"]].wait(60) and (200, {"choices": [choice]}, {})
     )
     servers = Servers.__new__(Servers)
-    servers.headers = {}
-    servers.heard = {}
+    servers.last_heard = {}
 
     async def ask() -> None:
         requests = [servers._sample(server.url, {"number": number}) for number in range(3)]
@@ -413,16 +412,16 @@ def test_a_failed_sync_ends_the_rollouts_of_all_ranks():
     servers = Servers.__new__(Servers)
     servers.world = types.SimpleNamespace(barrier=lambda: None, all_gather=gather)
     servers.sender = types.SimpleNamespace(send_weights=lambda: None)
-    servers.weights = vllm_servers.Weights(torch.float32)
+    servers.dtype = torch.float32
     servers.sync(random_model("qwen2"), 1)
     # and every rank has gathered every weight
-    assert servers.failure == "it broke" and not servers.weights.entries
+    assert servers.failure == "it broke" and not servers.weights
 
 
 def test_weights_that_a_server_is_not_sent_are_an_error(engine, running, monkeypatch):
     servers = connect(*list(running[0])[:1])
     sent = [entry for entry in sharding.base_weights(engine[1]) if "layers.1.mlp" not in entry[0]]
-    monkeypatch.setattr(vllm_servers, "sent_weights", lambda model: sent)
+    monkeypatch.setattr(vllm_sampling, "sent_weights", lambda model: sent)
     servers.sync(engine[1], 0)
     assert "2 of its weights are none of the trained model's: model.layers.1.mlp." in failure_of(
         servers

@@ -10,16 +10,14 @@ from transformers import PreTrainedModel
 
 from extras.vllm.sampling import (
     ADAPTER,
-    WATCH,
+    WORKER_EXTENSION,
+    Adapter,
     Response,
     VllmSampling,
     check_sent,
-    packed_adapter,
     policy_steps,
-    sent_weights,
 )
 from plumbing.models.config import positions_of
-from plumbing.models.sharding import merged
 from utils import UserError, World
 
 CPU_SETTINGS = {  # of vLLM's CPU build, on which the tests run
@@ -125,7 +123,7 @@ class Engine(VllmSampling):
                     enable_sleep_mode=self.can_sleep,
                     tensor_parallel_size=args.vllm_tensor_parallel,
                     language_model_only=True,
-                    worker_extension_cls=WATCH,
+                    worker_extension_cls=WORKER_EXTENSION,
                     **settings,
                     **lora,
                 )
@@ -187,36 +185,26 @@ class Engine(VllmSampling):
                         future.set_result(output.outputs[0])
                 await asyncio.sleep(0)  # the event loop runs what can go on
 
-    def sync(self, model: PreTrainedModel, step: int) -> None:
-        """Give the engine the weights of `model` after a step, and wake it."""
-        self.run(self._load(model, step))
+    def _send(self, model: PreTrainedModel, step: int, adapter: Adapter | None) -> None:
+        self.run(self._load(model, step, adapter))
 
-    async def _load(self, model: PreTrainedModel, step: int) -> None:
-        adapter = packed_adapter(model, self.dtype) if self.sends_adapter else ()
-        weights = [] if self.has_base else sent_weights(model)
-        # A generator, so that a sharded model is gathered one tensor at a time.
-        full_tensors = (
-            (name, merged(tensor, layer, not adapter)) for name, tensor, layer in weights
-        )
+    async def _load(self, model: PreTrainedModel, step: int, adapter: Adapter | None) -> None:
+        """Wake vLLM, and load the weights and the adapter."""
         with self._errors_as_failure(), torch.compiler.set_stance(self.stance):
             if self.can_sleep:  # does nothing if vLLM is awake
                 self.llm.wake_up(["weights"])
-            if weights:
+            if self.weights:
                 self.llm.collective_rpc("watch_weights", args=(model.all_tied_weights_keys,))
-                self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": full_tensors})
+                tensors = {"weights_iterator": self._gather()}
+                self.llm.collective_rpc("reload_weights", kwargs=tensors)
                 check_sent(self.llm.collective_rpc("missing_weights"))
             if adapter:
                 self.llm.collective_rpc("load_adapter", args=adapter)
-                self.has_base = True
             if self.can_sleep:
                 self.llm.wake_up(["kv_cache"])
             if not self.llm.reset_prefix_cache(reset_running_requests=True):
                 raise RuntimeError("it did not drop its prefix cache, which is of the old weights")
             self.llm.llm_engine.set_weight_version(str(step))
-        for _ in full_tensors:  # after an error, the other ranks still gather the rest
-            pass
-        self.synced = sum(tensor.numel() * tensor.element_size() for _, tensor, _ in weights)
-        self.synced += len(adapter[0]) if adapter else 0
 
     def sleep(self) -> None:
         """Free the GPU memory of weights and cache until the next `sync`, if the platform can. A base

@@ -1,4 +1,4 @@
-"""What vLLM's two engines share: how they are asked for responses, and the check of a sync.
+"""What vLLM's two engines share: how they are asked for responses, and what a sync brings.
 
 extras/vllm/engine.py has the engine in the training process, extras/vllm/servers.py the engine that
 asks servers.
@@ -7,7 +7,7 @@ asks servers.
 import base64
 import contextlib
 import itertools
-from typing import Any, Callable, Coroutine, Iterable
+from typing import Any, Callable, Coroutine, Iterable, Iterator
 
 import safetensors.torch
 import torch
@@ -15,14 +15,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from plumbing.event_loop import EventLoop, run_all
-from plumbing.models.sharding import base_weights
+from plumbing.models.sharding import base_weights, merged
 from utils import first_line, full_tensor
 
-WATCH = "extras.vllm.sampling.WeightWatch"  # vLLM's worker_extension_cls
+WORKER_EXTENSION = "extras.vllm.sampling.WorkerExtension"  # vLLM's worker_extension_cls
 # Of vLLM's LoRARequest. There is no such file: the adapter is in memory when a request names it.
 ADAPTER = {"lora_name": "policy", "lora_int_id": 1, "lora_path": "/policy"}
 # Token ids up to and including a stop token; and by name, a value for each of them.
 Response = tuple[list[int], dict[str, list]]
+Adapter = tuple[bytes, int, int]  # of `packed_adapter`
 
 
 def sampling_settings(seed: int | None, length: int, stop_ids: list[int], args: Any) -> dict:
@@ -64,7 +65,7 @@ def sent_weights(model: PreTrainedModel) -> list[tuple[str, Tensor, Any]]:
     return [entry for entry in base_weights(model) if entry[0] not in tied]
 
 
-class WeightWatch:
+class WorkerExtension:
     """Mixed into vLLM's workers: finds out which weights a sync has not loaded, as vLLM itself only
     logs them and goes on; and loads an adapter from memory, where vLLM itself reads a folder.
     """
@@ -138,7 +139,7 @@ class WeightWatch:
             )
 
 
-def packed_adapter(model: PreTrainedModel, dtype: torch.dtype) -> tuple[bytes, int, int]:
+def packed_adapter(model: PreTrainedModel, dtype: torch.dtype) -> Adapter:
     """Return a model's adapter as bytes of safetensors in a number format, its rank and its alpha; a
     collective for a sharded model.
     """
@@ -167,23 +168,27 @@ class VllmSampling(EventLoop):
     distribution that is sampled: after the temperature, top_p and the other limits.
 
     A subclass defines two methods. `_complete(place, query, settings)` samples one response.
-    `sync(model, step)`, which all ranks call, gives the engine the weights that the model has after
-    a step; requests under way go on with the new weights, as if their tokens so far were the query.
+    `_send(model, step, adapter)` sends what `sync` has prepared: the `weights`, and the adapter if
+    there is one. An error in either is in `failure`.
 
     Attributes:
+        dtype: number format that the engine computes in.
         failure: why the engine no longer works, in one line; "" while it works. Run.save_and_exit
             saves a checkpoint and prints it.
         about: what the run prints at its start.
+        weights: those of `sent_weights` that the sync under way has not yet gathered.
         synced: bytes of weights in the last sync.
         sends_adapter: whether a sync sends the adapter, and only the first one the base, too; else
             each sync sends merged weights.
-        has_base: whether the engine has the base of the adapters that it gets.
+        has_base: whether the engine has the base of the adapters.
         is_shared: whether several ranks share the engine. Then an interruption does not end a
             rollout: all these ranks have to make every step of it.
     """
 
     _complete: Callable
-    sync: Callable
+    _send: Callable
+    dtype: torch.dtype
+    weights: list[tuple[str, Tensor, Any]]
     failure = ""
     about = ""
     synced = 0
@@ -260,6 +265,30 @@ class VllmSampling(EventLoop):
             return None
         settings = sampling_settings(seed, length, stop_ids, args)
         return await self._complete(place, query, settings)
+
+    def sync(self, model: PreTrainedModel, step: int) -> None:
+        """Give the engine the weights that a model has after a step; all ranks call it. Requests
+        under way go on with the new weights, as if their tokens so far were the query.
+        """
+        adapter = packed_adapter(model, self.dtype) if self.sends_adapter else None
+        self.weights = [] if self.has_base else sent_weights(model)
+        self.synced = len(adapter[0]) if adapter else 0
+        self.synced += sum(x.numel() * self._sent_dtype(x).itemsize for _, x, _ in self.weights)
+        self._send(model, step, adapter)
+        for _ in self._gather():  # after an error, the other ranks still gather the rest
+            pass
+        self.has_base = self.sends_adapter
+
+    def _sent_dtype(self, weight: Tensor) -> torch.dtype:
+        return weight.dtype
+
+    def _gather(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield names and whole tensors of `weights`, with the adapter merged unless it is sent. A
+        tensor of a sharded model is gathered from all ranks, when its turn comes.
+        """
+        while self.weights:
+            name, weight, layer = self.weights.pop(0)
+            yield name, merged(weight, layer, not self.sends_adapter)
 
     def sleep(self) -> None:
         """Free the engine's memory until the next `sync`, if the engine can do that."""

@@ -8,7 +8,6 @@ import asyncio
 import base64
 import itertools
 import json
-import math
 import os
 import socket
 import time
@@ -21,14 +20,12 @@ from yarl import URL
 
 from extras.vllm.sampling import (
     ADAPTER,
+    Adapter,
     Response,
     VllmSampling,
     check_sent,
-    packed_adapter,
     policy_steps,
-    sent_weights,
 )
-from plumbing.models.sharding import merged
 from utils import UserError, World, first_line
 
 SERVER_START = 600.0  # seconds in which a server has to answer when a run starts
@@ -40,35 +37,42 @@ SERVER_REQUESTS = 256  # requests under way, for each rank and server
 TRANSFER = 600.0  # seconds in which a part of the weight transfer has to be done
 
 
-class Weights:
-    """A model's weights as they are sent, with its adapter merged if `adapter`: vLLM's
-    WeightSource.
+async def ask_server(
+    url: str,
+    path: str,
+    body: dict | None = None,
+    timeout: float | None = TRANSFER,
+    patience: float = 0.0,
+) -> dict:
+    """Return the server's answer to a POST of `body`, or to a GET without a body.
+
+    The request is sent again, for `patience` seconds, if there is no connection, after `timeout`
+    seconds of silence, and at the statuses 429 and 5xx; then this raises RuntimeError.
+    (urllib3's Retry counts attempts, not seconds, and cannot be cancelled.)
     """
-
-    def __init__(self, dtype: torch.dtype):
-        self.dtype = dtype
-        self.entries: list[tuple] = []  # of `sent_weights`
-        self.adapter = True
-
-    def metadata(self) -> list:
-        from vllm.distributed.weight_transfer import ParamMeta
-
-        sent_as = lambda weight: self.dtype if weight.is_floating_point() else weight.dtype
-        return [
-            ParamMeta(name, sent_as(weight), tuple(weight.shape))
-            for name, weight, _ in self.entries
-        ]
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield names and whole tensors. A tensor of a sharded model is gathered from all ranks.
-
-        What is yielded leaves `entries`: after an error, `entries` holds what other ranks still
-        gather.
-        """
-        for meta in self.metadata():
-            _, weight, layer = self.entries.pop(0)
-            full = merged(weight.detach(), layer, self.adapter)
-            yield meta.name, full.to(meta.dtype).contiguous()
+    headers = {"Authorization": f"Bearer {os.environ.get('VLLM_API_KEY', '')}"}
+    limits = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=timeout)
+    method = "GET" if body is None else "POST"
+    begin = time.monotonic()
+    while True:
+        status = 0
+        try:
+            async with aiohttp.request(
+                method, url + path, json=body, timeout=limits, headers=headers
+            ) as answer:
+                status = answer.status
+                text = await answer.text()
+            if answer.ok:  # some answers have no body, or a sentence
+                return json.loads(text) if answer.content_type == "application/json" else {}
+            why = f"HTTP status {status}: {text[:300]}"
+        except (aiohttp.ClientError, ValueError) as error:
+            why = first_line(error) or type(error).__name__
+        tried = time.monotonic() - begin
+        if 400 <= status < 500 and status != 429 or tried >= patience:
+            raise RuntimeError(
+                f"{url}: {path} failed{f' for {tried:.0f} s' if patience else ''} ({why})"
+            )
+        await asyncio.sleep(min(2.0, patience))
 
 
 class Servers(VllmSampling):
@@ -85,10 +89,9 @@ class Servers(VllmSampling):
         self.urls = [url.rstrip("/") for url in args.rollout_servers]
         self.about = f"vLLM at {', '.join(self.urls)}"
         self.world = world
-        self.weights = Weights(compute_dtype or torch.float32)
-        self.free = asyncio.Semaphore(SERVER_REQUESTS * len(self.urls))
-        self.heard = dict.fromkeys(self.urls, 0.0)  # time of a server's last request or answer
-        self.headers = {"Authorization": f"Bearer {os.environ.get('VLLM_API_KEY', '')}"}
+        self.dtype = compute_dtype or torch.float32
+        self.slots = asyncio.Semaphore(SERVER_REQUESTS * len(self.urls))
+        self.last_heard = dict.fromkeys(self.urls, 0.0)  # time of a server's last request or answer
         try:
             self._connect()
             world.barrier()
@@ -98,58 +101,22 @@ class Servers(VllmSampling):
                 self.sends_adapter = args.lora_rank <= least
         except (OSError, RuntimeError) as error:
             raise UserError(f"--rollout_servers {first_line(error)}", local=True) from error
-        self.weights.adapter = not self.sends_adapter
         self.about += ", and the adapter" if self.sends_adapter else ""
 
-    async def _request(
-        self,
-        url: str,
-        path: str,
-        body: dict | None = None,
-        timeout: float | None = TRANSFER,
-        patience: float = 0.0,
-    ) -> dict:
-        """Return the server's answer to a POST of `body`, or to a GET without a body.
-
-        The request is sent again, for `patience` seconds, if there is no connection, after `timeout`
-        seconds of silence, and at the statuses 429 and 5xx; then this raises RuntimeError.
-        (urllib3's Retry counts attempts, not seconds, and cannot be cancelled.)
-        """
-        limits = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=timeout)
-        method = "GET" if body is None else "POST"
-        begin = time.monotonic()
-        while True:
-            status = 0
-            try:
-                async with aiohttp.request(
-                    method, url + path, json=body, timeout=limits, headers=self.headers
-                ) as answer:
-                    status = answer.status
-                    text = await answer.text()
-                if answer.ok:  # some answers have no body, or a sentence
-                    return json.loads(text) if answer.content_type == "application/json" else {}
-                why = f"HTTP status {status}: {text[:300]}"
-            except (aiohttp.ClientError, ValueError) as error:
-                why = first_line(error) or type(error).__name__
-            tried = time.monotonic() - begin
-            if 400 <= status < 500 and status != 429 or tried >= patience:
-                raise RuntimeError(
-                    f"{url}: {path} failed{f' for {tried:.0f} s' if patience else ''} ({why})"
-                )
-            await asyncio.sleep(min(2.0, patience))
-
-    def _ask_all(self, path: str, *bodies: dict, **limits: float) -> list[dict]:
+    def _ask_all(
+        self, path: str, body: dict | list[dict] | None = None, **limits: float
+    ) -> list[dict]:
         """Send a request to all servers at the same time, and return their answers.
 
         Args:
-            bodies: one for all servers, one for each server, or none for a GET.
-            limits: timeout and patience of `_request`.
+            body: see `ask_server`, for all servers; a list has one for each.
+            limits: timeout and patience of `ask_server`.
         """
-        each = bodies if len(bodies) > 1 else (bodies or [None]) * len(self.urls)
+        bodies = body if isinstance(body, list) else [body] * len(self.urls)
 
         async def gather() -> list[dict]:
             return await asyncio.gather(
-                *[self._request(url, path, body, **limits) for url, body in zip(self.urls, each)]
+                *[ask_server(url, path, body, **limits) for url, body in zip(self.urls, bodies)]
             )
 
         return self.run(gather())
@@ -173,15 +140,27 @@ class Servers(VllmSampling):
 
         address = own_address(self.urls)
         info = NCCLTrainerInitInfo(address, get_open_port(), size, rank=self.world.rank)
-        self.sender = WeightTransferTrainerFactory.trainer_init(
-            info, client=self, source=self.weights
-        )
+        self.sender = WeightTransferTrainerFactory.trainer_init(info, client=self, source=self)
+
+    # What vLLM's trainer reads (WeightSource).
+
+    def metadata(self) -> list:
+        from vllm.distributed.weight_transfer import ParamMeta
+
+        return [ParamMeta(name, self._sent_dtype(x), tuple(x.shape)) for name, x, _ in self.weights]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for meta, (name, tensor) in zip(self.metadata(), self._gather()):
+            yield name, tensor.to(meta.dtype).contiguous()
+
+    def _sent_dtype(self, weight: torch.Tensor) -> torch.dtype:
+        return self.dtype if weight.is_floating_point() else weight.dtype
 
     # vLLM's trainer makes these four calls (VLLMWeightSyncClient). Here they go to all servers.
 
     def init_weight_transfer_engine(self, init_info: dict) -> None:
         bodies = [{"init_info": {**init_info, "rank_offset": rank}} for rank in self.first_ranks]
-        self._ask_all("/init_weight_transfer_engine", *bodies)
+        self._ask_all("/init_weight_transfer_engine", bodies)
 
     def start_weight_update(self) -> None:
         self._ask_all("/pause?mode=keep", {})  # requests wait until /resume
@@ -215,31 +194,22 @@ class Servers(VllmSampling):
         self._ask_all("/collective_rpc", {"method": "load_adapter", "args": args})
         for url, models in zip(self.urls, self._ask_all("/v1/models")):
             if ADAPTER["lora_name"] not in [model["id"] for model in models["data"]]:
-                self.run(self._request(url, "/v1/load_lora_adapter", ADAPTER))
+                self.run(ask_server(url, "/v1/load_lora_adapter", ADAPTER))
         self._ask_all("/update_weight_version", {"new_version": str(self.step)})
         self._resume()
 
-    def sync(self, model: PreTrainedModel, step: int) -> None:
-        """Give all servers the weights of `model` after a step; all ranks call it."""
-        self.world.barrier()
-        self.weights.entries = [] if self.has_base else sent_weights(model)
+    def _send(self, model: PreTrainedModel, step: int, adapter: Adapter | None) -> None:
         self.tied = model.all_tied_weights_keys
         self.step = step
-        self.synced = sum(
-            meta.dtype.itemsize * math.prod(meta.shape) for meta in self.weights.metadata()
-        )
         with self._errors_as_failure():
-            if not self.has_base:
+            if self.weights:
                 self.sender.send_weights()  # rank 0 sends, other ranks only gather
-        for _ in self.weights:  # after an error, the other ranks still gather the rest
-            pass
-        if self.sends_adapter:
-            adapter = packed_adapter(model, self.weights.dtype)
-            self.synced += len(adapter[0])
-            self.has_base = True
-            with self._errors_as_failure():
-                if self.world.main and not self.failure:
-                    self._send_adapter(*adapter)
+            if adapter and self.world.main:
+                self._send_adapter(*adapter)
+
+    def sync(self, model: PreTrainedModel, step: int) -> None:
+        self.world.barrier()
+        super().sync(model, step)
         # After an error on one rank the servers stay paused, and answer no rank.
         failure = max(self.world.all_gather([self.failure]))
         self.failure = self.failure or failure
@@ -250,7 +220,7 @@ class Servers(VllmSampling):
         """Return what a server samples after `query`; None after a failure."""
         # Each rank begins at another server: with few conversations, all would ask the first one.
         url = self.urls[(self.world.rank + place) % len(self.urls)]
-        async with self.free:
+        async with self.slots:
             with self._errors_as_failure():
                 model = ADAPTER["lora_name"] if self.sends_adapter else None
                 body = {"token_ids": query, "sampling_params": settings, "model": model}
@@ -263,17 +233,17 @@ class Servers(VllmSampling):
         """
         path = "/inference/v1/generate"
         request = asyncio.create_task(
-            self._request(url, path, body, timeout=None, patience=SERVER_PATIENCE)
+            ask_server(url, path, body, timeout=None, patience=SERVER_PATIENCE)
         )
-        self.heard[url] = time.monotonic()
+        self.last_heard[url] = time.monotonic()
         try:
             while not request.done():
-                if time.monotonic() - self.heard[url] > SERVER_ANSWER:
+                if time.monotonic() - self.last_heard[url] > SERVER_ANSWER:
                     raise RuntimeError(f"{url}: {path} gave no answer for {SERVER_ANSWER:.0f} s")
                 await asyncio.wait([request], timeout=1.0)
         finally:
             request.cancel()  # vLLM aborts a request whose connection is closed
-        self.heard[url] = time.monotonic()
+        self.last_heard[url] = time.monotonic()
         choice = request.result()["choices"][0]
         if choice["finish_reason"] == "abort":
             raise RuntimeError(f"{url}: another client aborts this run's requests")

@@ -1,13 +1,12 @@
 """A teacher of distill.py on a vLLM server: what scripts/vllm_server.py starts, or vLLM as it is."""
 
 import asyncio
-import os
 from typing import Any, Callable
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from extras.vllm.servers import SERVER_PATIENCE, SERVER_START, Servers
+from extras.vllm.servers import SERVER_PATIENCE, SERVER_START, ask_server
 from plumbing.data.cache import column
 from plumbing.event_loop import run_all
 from plumbing.models.config import load_config
@@ -21,14 +20,13 @@ class ServedTeacher:
     """A frozen model that a server knows, and of which it tells the log-probabilities of the sampled
     tokens and of the most likely ones.
 
-    A request is sent again as those of a rollout are (`Servers._request`), for SERVER_PATIENCE
-    seconds, also after --timeout seconds of silence. Then its response does not train.
+    A request is sent again as those of a rollout are (`ask_server`), for SERVER_PATIENCE seconds, also
+    after --timeout seconds of silence. Then its response does not train.
 
     Attributes:
         failure: why the last response that was not answered has no log-probabilities.
     """
 
-    _request: Callable = Servers._request
     failure = ""
 
     def __init__(self, args: Any, tokenizer: PreTrainedTokenizerBase, rows: Any):
@@ -40,65 +38,65 @@ class ServedTeacher:
         """
         self.url = args.teacher.rstrip("/")
         self.timeout = args.timeout
-        self.size = load_config("--model", args.model).get_text_config().vocab_size
+        self.vocab_size = load_config("--model", args.model).get_text_config().vocab_size
         self.top_k = args.teacher_top_k if args.estimator == "exact" else 0
-        self.headers = {"Authorization": f"Bearer {os.environ.get('VLLM_API_KEY', '')}"}
         say(f"waiting for the teacher at {self.url}, {SERVER_START:.0f} s at most")
         # A pad token may differ: padding is masked.
         ids = sorted({*tokenizer.get_vocab().values()} - {tokenizer.pad_token_id})
 
         async def ask() -> tuple[int, str]:
-            models = await self._request(
-                self.url, "/v1/models", timeout=10.0, patience=SERVER_START
-            )
-            text = await self._request(self.url, "/detokenize", {"tokens": ids})
+            models = await ask_server(self.url, "/v1/models", timeout=10.0, patience=SERVER_START)
+            text = await ask_server(self.url, "/detokenize", {"tokens": ids})
             return models["data"][0]["max_model_len"], text["prompt"]
 
         try:
-            most, text = asyncio.run(ask())
+            max_length, text = asyncio.run(ask())
         except (OSError, RuntimeError, LookupError, TypeError) as error:
             raise UserError(f"--teacher {first_line(error)}", local=True) from error
         if text != tokenizer.decode(ids):
             raise UserError(f"--teacher {self.url}: has another vocabulary than --model")
         queries = np.maximum(column(rows, "query"), column(rows, "teacher_query"))
         needed = queries.max() + args.max_response_length + 1  # it samples a token
-        if needed > most:
+        if needed > max_length:
             raise UserError(
-                f"--teacher {self.url}: reads {most} tokens, and prompts with --max_response_length "
+                f"--teacher {self.url}: reads {max_length} tokens, and prompts with --max_response_length "
                 f"need {needed}"
             )
 
-    def teach(self, samples: list[Sample], world: World, interrupted: Callable[[], bool]) -> None:
+    def ask(self, samples: list[Sample], world: World, interrupted: Callable[[], bool]) -> None:
         """Add to the outputs of all samples "teacher_tokens" and "teacher_logprobs" (T, K): of each
         response token itself and the most likely ones; NaN for a sample without an answer.
 
         The requests of a rank are under way side by side. Raise Interrupted if a rank was asked to
         save and exit.
         """
-        places = world.shard([*range(len(samples))])
-        answers: dict[int, Any] = {}
-        free = asyncio.Semaphore(REQUESTS)
+        answers: dict[int, Any] = {}  # by place in `samples`; a text says why there is none
+        slots = asyncio.Semaphore(REQUESTS)
 
         async def ask(place: int) -> None:
-            async with free:
-                answers[place] = await self._logprobs(samples[place])
+            async with slots:
+                try:
+                    answers[place] = await self._known_tokens(samples[place])
+                except (RuntimeError, LookupError, TypeError, ValueError, AttributeError) as error:
+                    answers[place] = f"--teacher {first_line(error)}"
 
-        asyncio.run(run_all(map(ask, places), interrupted))
+        asyncio.run(run_all(map(ask, world.shard([*range(len(samples))])), interrupted))
         if world.any(interrupted()):
             raise Interrupted
-        gathered = dict(world.all_gather([*answers.items()]))
+        answers = dict(world.all_gather([*answers.items()]))
         for place, sample in enumerate(samples):
-            answer = gathered[place]
+            answer = answers[place]
             if isinstance(answer, str):
                 if not self.failure:
                     warn(f"{answer}; such responses do not train (this is said once)")
                 self.failure = answer
-                answer = [np.full((len(sample.response), self.top_k + 1), np.nan)] * 2
-            names = "teacher_tokens", "teacher_logprobs"
-            sample.outputs = {**sample.outputs, **dict(zip(names, answer))}
+                answer = np.full((2, len(sample.response), self.top_k + 1), np.nan)
+            tokens, logprobs = answer
+            added = {"teacher_tokens": tokens, "teacher_logprobs": logprobs}
+            sample.outputs = {**sample.outputs, **added}
 
-    async def _logprobs(self, sample: Sample) -> Any:
-        """Return tokens and log-probabilities (T, K) of a response, or why there are none."""
+    async def _known_tokens(self, sample: Sample) -> np.ndarray:
+        """Return tokens and log-probabilities (2, T, K) of a response."""
         ((query, response, _),) = sample.contexts
         query = sample.row["teacher_query"] or query
         body = {
@@ -106,19 +104,11 @@ class ServedTeacher:
             "max_tokens": 1,
             "prompt_logprobs": self.top_k,
         }
-        try:
-            answer = await self._request(
-                self.url, "/v1/completions", body, self.timeout, SERVER_PATIENCE
-            )
-            known = answer["choices"][0]["prompt_logprobs"][len(query) :]
+        answer = await ask_server(self.url, "/v1/completions", body, self.timeout, SERVER_PATIENCE)
+        rows = []
+        for known in answer["choices"][0]["prompt_logprobs"][len(query) :]:
             # The token itself comes first, and is one of the most likely or one more. A teacher may
             # have tokens that the student lacks, as padding.
-            pairs = [
-                [(int(x), of["logprob"]) for x, of in each.items() if int(x) < self.size]
-                for each in known
-            ]
-            rows = [each + each[:1] * (self.top_k + 1 - len(each)) for each in pairs]
-            found = np.array(rows).reshape(len(response), self.top_k + 1, 2)
-        except (RuntimeError, LookupError, TypeError, ValueError, AttributeError) as error:
-            return f"--teacher {first_line(error)}"
-        return found[..., 0], found[..., 1]
+            row = [(int(x), of["logprob"]) for x, of in known.items() if int(x) < self.vocab_size]
+            rows.append(row + row[:1] * (self.top_k + 1 - len(row)))
+        return np.array(rows).reshape(len(response), self.top_k + 1, 2).transpose(2, 0, 1)

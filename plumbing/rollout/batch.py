@@ -299,6 +299,8 @@ class Batch:
     # (N, T) each, 0 after a response's end; "response_mask" (bool): what was sampled
     tokens: dict[str, Tensor]
     scores: Tensor  # (N,), what a response is trained with; NaN for one that is left out
+    # Of distill.py, if the teacher reads another prompt: (query, tokens, mask) of each response.
+    teacher_contexts: list[tuple] = field(default_factory=list)
     trained_tokens: int = 0  # of the updates, prompts included, over all ranks
     # Of the responses whose latest update ran on this rank: {response: (its place in a
     # micro-batch, what the loop added to the slices of it)}.
@@ -345,11 +347,13 @@ class Batch:
     @property
     def padded_lengths(self) -> list[int]:
         """At most the tokens of each response in a micro-batch: several contexts, each as long as
-        the longest response, or its own.
+        the longest response, or its own; or its `teacher_contexts`, if they are longer.
         """
         longest = max(self.lengths)
         starts = [len(x.starts) for x in self.samples]
-        return [(n + 1) * longest if n else own for n, own in zip(starts, self.lengths)]
+        lengths = [(n + 1) * longest if n else own for n, own in zip(starts, self.lengths)]
+        of_teacher = [len(query) + len(tokens) for query, tokens, _ in self.teacher_contexts]
+        return list(map(max, lengths, of_teacher or lengths))
 
     def scored_by(self, name: str) -> Tensor:
         """Return (N,) bool: the responses that a source scores, which are all unless rows name
@@ -399,8 +403,9 @@ class Batch:
         """Go through this rank's micro-batches of some of the responses.
 
         Yields:
-            the inputs of a model, see `cut`, the slices (n, T) of `tokens`, where T is the longest
-            response of the micro-batch, and whether it is the last one.
+            the inputs of a model, see `cut`, followed by those of a teacher if there are
+            `teacher_contexts`; the slices (n, T) of `tokens`, where T is the longest response of the
+            micro-batch; and whether it is the last one.
             What the loop adds to the slices, (n, T) by name, goes to `updated`.
         """
         for i in chosen:  # another rank may have the latest update of a response this time
@@ -411,6 +416,9 @@ class Batch:
         for number, (rows, inputs) in enumerate(cuts, 1):
             longest = max([len(self.samples[i].response) for i in rows], default=0)
             tokens = {name: x[rows, :longest] for name, x in self.tokens.items()}
+            if self.teacher_contexts:
+                of_teacher = [self.teacher_contexts[i] for i in rows]
+                inputs += collate(of_teacher, self.response_mask.device)
             yield inputs, tokens, number == len(cuts)
             added = {name: x.detach() for name, x in tokens.items() if name not in self.tokens}
             self.updated |= {i: (place, added) for place, i in enumerate(rows)}

@@ -303,7 +303,7 @@ def test_answers_that_a_network_harms(harm, monkeypatch, no_pauses):
     got = asyncio.run(source.score(batch))
     assert got == [3.0, 5.0] if arrives else all(map(math.isnan, got)) and source.failure
     servers = vllm_servers.Servers.__new__(vllm_servers.Servers)
-    servers.headers, servers.heard = {}, {}
+    servers.last_heard = {}
     monkeypatch.setattr(vllm_servers, "SERVER_PATIENCE", 60.0 if arrives else 0.5)
     sample = servers._sample(proxies[1].url, {})
     if arrives:
@@ -323,7 +323,5 @@ def test_a_name_that_does_not_resolve(no_pauses, monkeypatch):
     batch = [types.SimpleNamespace(row=ROW, text="x")]
     assert math.isnan(asyncio.run(source.score(batch))[0])
     assert "nobody.invalid" in source.failure
-    servers = vllm_servers.Servers.__new__(vllm_servers.Servers)
-    servers.headers = {}
     with pytest.raises(RuntimeError, match="/health failed for 0 s .*nobody.invalid"):
-        asyncio.run(servers._request("http://nobody.invalid:80", "/health", patience=0.01))
+        asyncio.run(vllm_servers.ask_server("http://nobody.invalid:80", "/health", patience=0.01))
