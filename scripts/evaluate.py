@@ -66,6 +66,7 @@ from plumbing.rewards.sources import RewardSources, final_turn, why_unscorable
 from plumbing.rollout import engines
 from plumbing.rollout.batch import Batch, Sampler, unscored
 from plumbing.run import evaluation
+from plumbing.run.command import parse, report_errors
 from plumbing.run.folder import git_commit, run_of, versions
 from plumbing.run.log import append, as_logged, read_args, replace_file
 from plumbing.run.metrics import (
@@ -74,7 +75,7 @@ from plumbing.run.metrics import (
     sample_rows,
     token_rows,
 )
-from plumbing.run.ranks import Interrupt, report_errors
+from plumbing.run.ranks import Interrupt
 from plumbing.run.setup import load_conversations
 
 PROMPTS_AT_ONCE = 256  # between two moves of the progress bar
@@ -334,4 +335,4 @@ def main(args: Args) -> None:
 
 if __name__ == "__main__":
     with report_errors():
-        main(cli.parse(Args))
+        main(parse(Args))

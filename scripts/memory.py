@@ -43,7 +43,7 @@ from plumbing.models.sharding import base_weights, merged
 from plumbing.rewards.sources import kind_of
 from plumbing.rollout import engines
 from plumbing.run import metrics, ranks, run
-from plumbing.run.ranks import report_errors
+from plumbing.run.command import parse, report_errors
 
 BYTES_OF_A_GB = 1.06e9  # in a GPU's name: an H100 of 80 GB has 84.9e9
 RESERVE = 5e9  # bytes
@@ -271,7 +271,7 @@ def main():
     ):
         sys.path.insert(0, f"{options.script.parent}")
         module = importlib.import_module(options.script.stem)
-        args = cli.parse(module.Args, flags)
+        args = parse(module.Args, flags)
         shorten(args, options.gpus, folder)
         module.main(args)
     del memory.peaks["load"]  # of models that are sharded, it is on the CPU

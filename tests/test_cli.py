@@ -1,4 +1,4 @@
-"""Command lines, --config and the rules of flags (plumbing/cli.py): in this process, before
+"""Command lines, --config and the rules of flags (plumbing/run/command.py): in this process, before
 anything is loaded.
 """
 
@@ -20,8 +20,8 @@ import grpo
 import ppo
 import reward_model
 import rloo
-from plumbing import cli
-from plumbing.run.ranks import report_errors
+from plumbing.run import command
+from plumbing.run.command import report_errors
 
 SCRIPTS = {
     "grpo": grpo,
@@ -40,7 +40,7 @@ CASES = table("command_lines.json")
 
 def parse(line: str):
     script, *words = shlex.split(line)
-    return cli.parse(SCRIPTS[script].Args, words)
+    return command.parse(SCRIPTS[script].Args, words)
 
 
 def refused(capsys, line: str) -> str:

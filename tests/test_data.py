@@ -41,7 +41,8 @@ from plumbing.data.rows import VERSION, first_rows, read_rows
 from plumbing.data.tasks import BUILT_IN
 from plumbing.models.tokenizer import load_tokenizer
 from plumbing.rewards.sources import why_unscorable
-from plumbing.run.ranks import Interrupt, report_errors
+from plumbing.run.command import report_errors
+from plumbing.run.ranks import Interrupt
 from plumbing.run.setup import load_supervised
 from utils import UserError, World
 

@@ -15,7 +15,7 @@ from helpers import ROOT, read_lines, refused, table, write_rows
 import grpo
 import utils
 from plumbing.run import log
-from plumbing.run.ranks import report_errors
+from plumbing.run.command import report_errors
 from plumbing.run.run import Run
 
 

@@ -28,7 +28,7 @@ from extras.episodes.tool_processes import (
 )
 from plumbing.data.encoding import CUT, guarded
 from plumbing.data.rows import Row
-from plumbing.event_loop import run_all
+from plumbing.processes import run_all
 from plumbing.rewards.sources import reward_weights
 from utils import as_user_error, generator, warn
 

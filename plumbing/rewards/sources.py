@@ -21,8 +21,15 @@ from typing import TYPE_CHECKING, Any
 
 from plumbing.data.formats import is_filled
 from plumbing.data.rows import Row
-from plumbing.event_loop import EventLoop
-from plumbing.processes import SECONDS_TO_LOAD, Ended, Failed, ForkServer, Late, Processes
+from plumbing.processes import (
+    SECONDS_TO_LOAD,
+    Ended,
+    EventLoop,
+    Failed,
+    ForkServer,
+    Late,
+    Processes,
+)
 from plumbing.rewards import verifiers
 from plumbing.rewards.functions import Functions
 from utils import UserError, as_user_error, first_line, warn

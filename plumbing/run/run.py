@@ -13,6 +13,7 @@ from plumbing.data.cache import LISTS, column
 from plumbing.models import loading, speed
 from plumbing.rollout.batch import Batch
 from plumbing.run import checkpoints, folder, ranks
+from plumbing.run.command import check_rules
 from plumbing.run.log import RunLog, as_logged, check_track
 from plumbing.run.metrics import sample_rows, token_rows
 
@@ -36,7 +37,8 @@ class Run:
     """
 
     def __init__(self, args: Any, script: str, world: utils.World):
-        """Find the run's folder and the checkpoint to continue from, without creating anything.
+        """Check the rules between flags; find the run's folder and the checkpoint to continue from,
+        without creating anything.
 
         Args:
             args: the flags of a script: those of plumbing.cli.RunArgs, and more.
@@ -45,6 +47,7 @@ class Run:
         ranks.begin_phase("load", world)
         if world.size > 1:
             ranks.watch(world)
+        check_rules(args)
         utils.say(f"Loopwise {utils.VERSION}: loading {args.model}")
         self.args = args
         self.script = script
