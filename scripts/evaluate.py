@@ -240,7 +240,7 @@ def main(args: Args) -> None:
     n = args.samples if args.temperature else 1
     tokenizer, stop_ids = load_tokenizer_and_stop_ids(args)
     conversations = load_conversations(args, tokenizer, stop_ids)
-    split, held_out = ("train", True) if args.eval_share else ("test", None)
+    split, span = ("train", (0, args.eval_share)) if args.eval_share else ("test", (0, 1))
     parts = load_prompts(
         "--dataset",
         args.dataset,
@@ -249,7 +249,7 @@ def main(args: Args) -> None:
         args,
         why_unscorable,
         conversations,
-        held_out=held_out,
+        span=span,
     )
     prompts = first_prompts(parts, args.num_prompts)
     check_responses_fit(args, prompts)
