@@ -62,7 +62,6 @@ def encode_rows(
     from datasets.fingerprint import Hasher
 
     where = f"{flag} {name}"
-    encode = functools.partial(encode_batch, make=make, tokenizer=tokenizer, stop_ids=stop_ids)
     today = date.today() if "strftime_now" in str(tokenizer.chat_template) else None
     given = VERSION, transformers.__version__, make.func.__name__, make.keywords, stop_ids, today
     fingerprint = Hasher.hash([raw._fingerprint, tokenizer, *given])
@@ -79,10 +78,16 @@ def encode_rows(
     try:
         gc.freeze()  # forked processes would copy what the collector visits
         rows = raw.with_format("arrow").map(
-            encode,
+            encode_batch,
             batched=True,
             with_indices=True,
-            fn_kwargs={"where": where, "dataset": name},
+            fn_kwargs={
+                "where": where,
+                "dataset": name,
+                "make": make,
+                "tokenizer": tokenizer,
+                "stop_ids": stop_ids,
+            },
             num_proc=processes if processes > 1 else None,
             new_fingerprint=fingerprint,
             cache_file_name=file,
