@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from plumbing.data.formats import is_filled
 from plumbing.data.rows import Row
@@ -33,9 +33,6 @@ from plumbing.processes import (
 from plumbing.rewards import verifiers
 from plumbing.rewards.functions import Functions
 from utils import UserError, as_user_error, first_line, warn
-
-if TYPE_CHECKING:  # imported where a flag asks for them
-    from extras.reward_models import ModelSource
 
 # Score; the square of a larger one would not fit into float32, and its advantage become 0.
 LARGEST = 1e18
@@ -185,7 +182,7 @@ class RewardSources:
             "function": Processes(self.server, Functions, 1),
         }
         self.sources: dict[str, Any] = {}  # a Source or a ModelSource each
-        self.models: dict[str, "ModelSource"] = {}
+        self.models: dict[str, Any] = {}  # the ModelSources
         for name in args.reward:
             check_name(name)
             kind = kind_of(name)
@@ -235,19 +232,6 @@ class RewardSources:
         """Load the reward models among the sources, see `ModelSource.load`."""
         for source in self.models.values():
             source.load(args, precision, sharding)
-
-    def score_equal_responses_alike(self, samples: list) -> None:
-        """Give equal responses to a prompt, of the samples of all ranks, a reward model's score of
-        the first of them.
-
-        It depends, by rounding, on the rows of its micro-batch: advantages of equal responses would
-        be nothing else.
-        """
-        for name in self.models:
-            first: dict[tuple, float] = {}
-            for x in samples:
-                sequence = (is_scored_by(x.row, name), tuple(x.row["query"]), x.response.tobytes())
-                x.scores[name] = first.setdefault(sequence, x.scores[name])
 
     def why_missing(self, name: str) -> str:
         """Return a source and why scores of it are missing."""
@@ -354,7 +338,6 @@ class Source:
     most = 1 << 30  # responses in a call of `score`
     failure = ""  # the last reason for a score that is missing
     warned = False  # whether a missing score was reported
-
     at_once: Any = contextlib.nullcontext()  # a Semaphore: of calls of `score` at the same time
 
     def __init__(self, name: str, timeout: float, processes: Any = None):
