@@ -99,7 +99,7 @@ class Run:
         }
         if self.checkpoint:
             self.state |= checkpoints.load_checkpoint(
-                self.checkpoint, self.world, tokenizer, models, optimizers
+                self.checkpoint, tokenizer, models, optimizers
             )
         step = self.state["step"]
         self.world.on_main(
