@@ -651,7 +651,7 @@ def test_what_was_read_is_shown(tokenizers, tmp_path, capsys):
     (tmp_path / "rows.csv").write_text("prompt,answer\na,b,c\n")
     tokenizer = tokenizers[False, None]
     assert refused(capsys, prompts_of, name, tokenizer).startswith(
-        f"error: --dataset {name} row 1: "
+        f"error: --dataset {name}: row 1 has more cells"
     )
 
 
