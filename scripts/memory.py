@@ -223,7 +223,9 @@ def replace_machine(gpus, gpu_bytes):
     torch.distributed.broadcast_object_list = sharding.Sharding._load_shards = lambda *_: None
     layers = SimpleNamespace(Linear4bit=Linear4bit, Params4bit=Params4bit)
     sys.modules["bitsandbytes"] = SimpleNamespace(nn=layers, __spec__=True)
-    loading.check_head = metrics.warn = run.Run.finish = ranks.watch = lambda *_: None
+    nothing = lambda *_: None
+    loading.check_head = metrics.warn = run.Run.finish = ranks.watch = nothing
+    run.check_rules = nothing  # `parse` has checked the flags, which `shorten` changes
     engines.rollout_engine = Engine
 
 

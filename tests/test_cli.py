@@ -23,14 +23,8 @@ import rloo
 from plumbing.run import command
 from plumbing.run.command import report_errors
 
-SCRIPTS = {
-    "grpo": grpo,
-    "rloo": rloo,
-    "ppo": ppo,
-    "reward_model": reward_model,
-    "evaluate": evaluate,
-}
-SCRIPTS |= {"distill": distill, "reward_server": reward_server, "vllm_server": vllm_server}
+MODULES = (grpo, rloo, ppo, reward_model, evaluate, distill, reward_server, vllm_server)
+SCRIPTS = {module.__name__: module for module in MODULES}
 
 # {line: what is printed}: words that are refused, rules, warnings ("" for none); {content of a
 # .yaml file: its error}; {flag: values outside of its range}, those of NaN and infinity aside;
