@@ -217,9 +217,9 @@ class Process:
         """Return the result of a method of the object.
 
         Args:
-            seconds: after which the process is killed; with `interrupt` the call is interrupted
-                first, by a TimeoutError, and the process is killed SECONDS_TO_GIVE_UP later. They
-                begin when the process has started.
+            seconds: after which the process is killed, counted from when it has started.
+            interrupt: whether the call is interrupted then, by a TimeoutError, and the process
+                killed only SECONDS_TO_GIVE_UP later.
 
         Raise Failed, Late or Ended; the process goes on after a Failed only.
         """

@@ -32,9 +32,10 @@ class Row(TypedDict, total=False):
     environment: float  # the sum of its rewards
 
 
-# Raise it where rows are read or encoded in another way: caches go by it (tests/test_data.py).
+# Raise it when a change of the code reads or encodes rows in another way: the names of cache files
+# are hashes of it, too (tests/test_data.py).
 VERSION = 2
-# The columns of rows whose columns have no types: the place of a row, for messages, and itself.
+# The columns of a table whose rows are JSON: the place of a row, for messages, and the row.
 AT, LINE = "place", "line of JSON"
 
 

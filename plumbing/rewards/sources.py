@@ -242,9 +242,9 @@ class Scoring:
     """Scores of a rank's responses: each response goes to its sources when it has ended, while
     others are sampled.
 
-    A source takes as many as are waiting, up to its `most`: what is scored together depends on when
-    responses end, so a score must not depend on it. One that is `whole`, or a reward model, takes
-    all of them at the end, in order.
+    A call of a source scores all responses that wait, up to its `most`. Which ones wait depends on
+    when they end, so a score must not depend on the others of its call. A source that is `whole`,
+    and a reward model, scores all responses at the end, in order.
     """
 
     def __init__(self, reward_sources: RewardSources, interrupted: Callable[[], bool]):
@@ -349,7 +349,7 @@ class Source:
             self.at_once = processes.at_once
 
     async def load(self) -> None:
-        """Learn what the source says of itself, before anything is scored."""
+        """Set `verifies`, `whole` and so on before anything is scored."""
 
     async def score(self, samples: list) -> list:
         """Return a number for each response, None or NaN for no score, or an object that has it as
