@@ -88,13 +88,13 @@ def table() -> dict[str, tuple[int, int]]:
     plumbing = [path for path in ROOT.glob("plumbing/**/*.py") if path.read_text()]
     everything = ("*.py", "plumbing/**/*.py", "extras/**/*.py", "scripts/**/*.py", "assets/**/*.py")
     rows = {
-        "Python outside tests, tokens": (tokens(*everything), 107_640),
-        "plumbing/, tokens": (tokens("plumbing/**/*.py"), 43_620),
-        "extras/, tokens": (tokens("extras/**/*.py"), 23_390),
-        "plumbing/, files": (len(plumbing), 40),
+        "Python outside tests, tokens": (tokens(*everything), 107_539),
+        "plumbing/, tokens": (tokens("plumbing/**/*.py"), 43_410),
+        "extras/, tokens": (tokens("extras/**/*.py"), 23_442),
+        "plumbing/, files": (len(plumbing), 37),
         "plumbing/, files outside of its folders": (
             sum(path.parent.name == "plumbing" for path in plumbing),
-            3,
+            2,
         ),
         "tests/, tokens": (tokens("tests/**/*.py"), 160_500),
         "web files of the report, lines": (
@@ -104,7 +104,7 @@ def table() -> dict[str, tuple[int, int]]:
         "docs/, words": (words("docs/*.md"), 16_070),
         "README.md, lines": (lines("README.md"), 150),
         "flags of grpo.py": (len(dataclasses.fields(Args)), 105),
-        "our modules that import grpo loads": (len(modules()[0]), 37),
+        "our modules that import grpo loads": (len(modules()[0]), 35),
         "files of one step": (len(files_of_a_step()), 10),
     }
     for name, limit in SCRIPTS.items():
