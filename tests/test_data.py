@@ -202,9 +202,12 @@ def test_a_folder_whose_files_differ_in_columns(ending, tmp_path, tokenizers, ca
     for i, column in enumerate(("prompt", "question")):
         frame = pandas.DataFrame({column: ["1+1="], "answer": ["2"]})
         file = tmp_path / f"train-{i}.{ending}"
-        writers = {"jsonl": functools.partial(frame.to_json, orient="records", lines=True)}
-        writers |= {"csv": frame.to_csv, "parquet": frame.to_parquet}
-        writers[ending](file, **({"index": False} if ending != "jsonl" else {}))
+        writers = {
+            "jsonl": functools.partial(frame.to_json, orient="records", lines=True),
+            "csv": functools.partial(frame.to_csv, index=False),
+            "parquet": frame.to_parquet,
+        }
+        writers[ending](file)
     line = refused(capsys, prompts_of, str(tmp_path), tokenizers[False, None])
     assert "train-1." in line and "prompt" in line
     name = REPORTED / "18_folder_mixed_schema"

@@ -88,15 +88,15 @@ def table() -> dict[str, tuple[int, int]]:
     plumbing = [path for path in ROOT.glob("plumbing/**/*.py") if path.read_text()]
     everything = ("*.py", "plumbing/**/*.py", "extras/**/*.py", "scripts/**/*.py", "assets/**/*.py")
     rows = {
-        "Python outside tests, tokens": (tokens(*everything), 107_539),
-        "plumbing/, tokens": (tokens("plumbing/**/*.py"), 43_410),
+        "Python outside tests, tokens": (tokens(*everything), 107_522),
+        "plumbing/, tokens": (tokens("plumbing/**/*.py"), 43_393),
         "extras/, tokens": (tokens("extras/**/*.py"), 23_442),
         "plumbing/, files": (len(plumbing), 37),
         "plumbing/, files outside of its folders": (
             sum(path.parent.name == "plumbing" for path in plumbing),
             2,
         ),
-        "tests/, tokens": (tokens("tests/**/*.py"), 160_500),
+        "tests/, tokens": (tokens("tests/**/*.py"), 160_490),
         "web files of the report, lines": (
             lines(*(f"assets/report/*.{end}" for end in ("js", "css", "html"))),
             560,
