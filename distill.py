@@ -69,8 +69,8 @@ from plumbing.rollout.batch import (
     logits_processors,
 )
 from plumbing.rollout.kv_cache import expand_cache
+from plumbing.run.command import parse, report_errors
 from plumbing.run.metrics import add_rollout, batch_metrics, mismatch_metrics
-from plumbing.run.ranks import report_errors
 from plumbing.run.setup import Setup, set_up
 
 CHUNK_TOKENS = 256  # response tokens whose logits are held at once
@@ -748,4 +748,4 @@ def main(args: Args) -> None:
 
 if __name__ == "__main__":
     with report_errors():
-        main(cli.parse(Args))
+        main(parse(Args))

@@ -75,8 +75,8 @@ from plumbing.rollout.batch import (
     select_groups,
 )
 from plumbing.rollout.kv_cache import expand_cache
+from plumbing.run.command import parse, report_errors
 from plumbing.run.metrics import add_rollout, batch_metrics, mismatch_metrics
-from plumbing.run.ranks import report_errors
 from plumbing.run.setup import set_up
 
 CHUNK_TOKENS = 512  # response tokens whose logits are held at once
@@ -1203,4 +1203,4 @@ def main(args: Args) -> None:
 
 if __name__ == "__main__":
     with report_errors():
-        main(cli.parse(Args))
+        main(parse(Args))

@@ -50,7 +50,8 @@ from plumbing.data.pairs import (
 from plumbing.models import loading
 from plumbing.models.sharding import Sharding, set_gradient_sync
 from plumbing.models.tokenizer import load_tokenizer_and_stop_ids
-from plumbing.run.ranks import Interrupt, report_errors
+from plumbing.run.command import parse, report_errors
+from plumbing.run.ranks import Interrupt
 from plumbing.run.run import Run
 
 
@@ -305,4 +306,4 @@ def main(args: Args) -> None:
 
 if __name__ == "__main__":
     with report_errors():
-        main(cli.parse(Args))
+        main(parse(Args))

@@ -54,7 +54,7 @@ def one_line(message: str) -> str:
 
 class UserError(Exception):
     """An error that the user can fix. The message names the flag, or the file and its row, and says
-    what to do. A command prints it as one line and exits with code 2 (plumbing/run/ranks.py).
+    what to do. A command prints it as one line and exits with code 2 (plumbing/run/command.py).
 
     All ranks of a node are assumed to raise it alike, and one prints it for them, unless the reason
     is `local` to this rank.

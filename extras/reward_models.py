@@ -22,6 +22,7 @@ from plumbing.models.tokenizer import (
     stop_token_ids,
     vocabulary_difference,
 )
+from plumbing.rewards.sources import is_scored_by
 from utils import UserError, World, as_user_error, first_line, micro_batches, warn
 
 
@@ -121,6 +122,18 @@ class ModelSource:
             for i, score in zip(batch, outputs.tolist()):
                 scores[i] = score if sequences[i] else math.nan
         return scores
+
+    def score_equal_responses_alike(self, samples: list) -> None:
+        """Give equal responses to a prompt, of the samples of all ranks, the score of the first of
+        them.
+
+        It depends, by rounding, on the rows of its micro-batch: advantages of equal responses would
+        be nothing else.
+        """
+        first: dict[tuple, float] = {}
+        for x in samples:
+            sequence = (is_scored_by(x.row, self.name), tuple(x.row["query"]), x.response.tobytes())
+            x.scores[self.name] = first.setdefault(sequence, x.scores[self.name])
 
     def read(self, samples: list) -> list[list[int]]:
         """Return prompts and responses as token ids of the reward model. Where it cannot read them

@@ -1,28 +1,17 @@
-"""The command line: the flags of the machinery, their ranges and cross rules, and --config.
+"""The flags of the machinery, with their ranges and rules.
 
-The type of a flag holds its range. pydantic checks it; tyro prints what does not fit and exits with
-code 2. What a paper's table of hyperparameters lists is in the scripts, whose `Args` inherit the
-groups that they need. A class of flags may have two methods that `parse` checks: `rules` yields
-the conditions that flags must meet, and `warnings` those without which flags are doubtful.
+The type of a flag holds its range, which pydantic checks. What a paper's table of hyperparameters
+lists is in the scripts, whose `Args` inherit the groups that they need. A class of flags may have two
+methods (plumbing/run/command.py): `rules` yields the conditions that flags must meet, and `warnings`
+those without which flags are doubtful.
 """
 
-import contextlib
-import functools
 import importlib.util
-import io
-import json
-import os
 import re
-import sys
 from typing import Annotated, Any, Iterator, Literal
 
-import tyro
-import yaml
-from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveInt, TypeAdapter
+from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
-
-from plumbing.data import rows
-from utils import UserError, as_user_error, say, warn
 
 # Of a server, such as http://10.0.0.2:8000.
 ADDRESS = r"https?://(\[[\da-fA-F:]+\]|[^\s/:]+)(:\d+)?(/\S*)?"
@@ -40,72 +29,6 @@ NonEmpty = Annotated[str, Field(min_length=1)]
 Address = Annotated[str, Field(pattern=rf"^{ADDRESS}$")]
 FileMember = Annotated[str, Field(pattern=r"^(.+:\w+)?$")]
 Rules = Iterator[tuple[object, str]]  # conditions, each with what to say if it does not hold
-
-
-def parse(cls: type[Any], line: list[str] | None = None):
-    """Read a command line into the dataclass `cls`. It overrides the flags of --config FILE, and
-    these the defaults.
-
-    A class may have `from_model(model)`, which returns the defaults for a --model, and
-    `from_run(flags)`, which returns its flags for a --config that is the args.json of a run.
-
-    Args:
-        line: the arguments after the program's name; None for those of this process.
-    Raises:
-        UserError: for a rule that the flags break.
-        SystemExit: with code 2, after tyro's message (printed by one rank of a node).
-    """
-    description = sys.modules[cls.__module__].__doc__
-    read = functools.partial(
-        tyro.cli, cls, args=line, description=description, use_underscores=True
-    )
-    silent = os.environ.get("LOCAL_RANK", "0") != "0"  # only the first rank of a node prints
-    with contextlib.redirect_stderr(io.StringIO() if silent else sys.stderr):
-        args = read()
-        config = getattr(args, "config", "")
-        values = from_file(cls, config) if config else {}
-        if values:
-            args = read(default=cls(**values))
-        if hasattr(cls, "from_model"):
-            args = read(default=cls(**(cls.from_model(args.model) | values)))
-        check_rules(args)
-        if getattr(args, "system_prompt", "") is None:
-            known = {} if args.chat_template == "none" else cls.SYSTEM_PROMPTS
-            args.system_prompt = known.get(args.reward[0], "")
-            say(f"--system_prompt {args.system_prompt!r}, by --reward {args.reward[0]}")
-    if config:
-        args.config = ""  # its flags are those of the run now, and args.json is a --config itself
-    return args
-
-
-def from_file(cls: type[Any], path: str) -> dict:
-    """Return the flags of a .json or .yaml file, {"learning_rate": 1e-6, ...}, or of the args.json
-    of a run.
-    """
-    with as_user_error(f"--config {path}"), open(path) as file:
-        values = json.load(file) if path.endswith(".json") else yaml.safe_load(file)
-        if isinstance(values, dict) and "args" in values:
-            values = getattr(cls, "from_run", dict)(values["args"])
-    rows.validate(f"--config {path}", values, TypeAdapter(cls))
-    for name in values.keys() - cls.__dataclass_fields__:
-        raise UserError(f"--config {path}: there is no flag {name!r}")
-    return values
-
-
-def check_rules(args: Any) -> None:
-    """Raise a UserError for flags that break a rule of their classes; print warnings."""
-    for kind in ("rules", "warnings"):
-        for cls in reversed(type(args).__mro__):
-            conditions = vars(cls).get(kind, lambda _: ())
-            for holds, message in conditions(args):
-                if holds:
-                    continue
-                flags = re.findall(r"--(\w+)", message)
-                values = [f"{x} {getattr(args, x)!r}" for x in flags if hasattr(args, x)]
-                message = f"{message} ({', '.join(values)})"
-                if kind == "rules":
-                    raise UserError(message)
-                warn(message)
 
 
 @dataclass
@@ -147,8 +70,10 @@ class RunArgs(OutputArgs):
     each node names the ranks that are late. Higher where one rank may sample or score for longer."""
 
     def rules(self: Any) -> Rules:
-        yield not self.keep_best or self.eval_every, "--keep_best requires an --eval_every above 0"
-        yield self.stop_at is None or self.keep_best, "--stop_at requires a --keep_best"
+        if self.keep_best:
+            yield self.eval_every, "--keep_best requires an --eval_every above 0"
+        if self.stop_at is not None:
+            yield self.keep_best, "--stop_at requires a --keep_best"
 
 
 @dataclass
@@ -206,15 +131,14 @@ class ModelArgs(PretrainedArgs):
     share_prompts = False  # a flag where a prompt has several responses, see PolicyArgs
 
     def rules(self: Any) -> Rules:
-        yield not self.quantize or self.lora_rank, "--quantize requires a --lora_rank above 0"
-        yield (
-            not self.quantize or self.precision != "float64",
-            "--quantize requires another --precision than float64",
-        )
-        yield (
-            not self.quantize or importlib.util.find_spec("bitsandbytes"),
-            "--quantize requires bitsandbytes: pip install bitsandbytes==0.50.2",
-        )
+        if self.quantize:
+            yield self.lora_rank, "--quantize requires a --lora_rank above 0"
+            yield (
+                self.precision != "float64",
+                "--quantize requires another --precision than float64",
+            )
+            installed = importlib.util.find_spec("bitsandbytes")
+            yield installed, "--quantize requires bitsandbytes: pip install bitsandbytes==0.50.2"
 
 
 @dataclass
@@ -253,10 +177,8 @@ class DataArgs(PromptArgs):
     """Sampled responses per prompt for accuracy and pass@k, in addition to the greedy one."""
 
     def rules(self: Any) -> Rules:
-        yield (
-            not (self.eval_share and self.eval_dataset),
-            "--eval_share and --eval_dataset exclude each other",
-        )
+        if self.eval_share:
+            yield not self.eval_dataset, "--eval_share and --eval_dataset exclude each other"
 
 
 @dataclass
@@ -289,14 +211,10 @@ class RewardArgs(ScoringArgs):
     measured."""
 
     def rules(self: Any) -> Rules:
-        yield (
-            len(self.reward_weights) in (0, len(self.reward)),
-            "--reward_weights must hold one weight for each source of --reward",
-        )
-        yield (
-            not self.reward_weights or any(self.reward_weights),
-            "--reward_weights must not all be 0",
-        )
+        if self.reward_weights:
+            one_each = len(self.reward_weights) == len(self.reward)
+            yield one_each, "--reward_weights must hold one weight for each source of --reward"
+            yield any(self.reward_weights), "--reward_weights must not all be 0"
 
 
 @dataclass
@@ -352,24 +270,24 @@ class RolloutArgs(SamplingArgs):
     sampling; evaluations still sample."""
 
     def rules(self: Any) -> Rules:
+        backend = self.rollout_backend
         yield (
-            (self.rollout_backend == "server") == bool(self.rollout_servers),
+            (backend == "server") == bool(self.rollout_servers),
             "--rollout_backend server and --rollout_servers require each other",
         )
-        yield (
-            not (self.compile and self.async_steps) or self.rollout_backend == "server",
-            "--compile requires --async_steps 0 or --rollout_backend server: torch "
-            "compiles in one thread only",
-        )
-        yield (
-            self.vllm_tensor_parallel == 1 or self.rollout_backend == "vllm",
-            "--vllm_tensor_parallel requires --rollout_backend vllm",
-        )
-        yield (
-            self.vllm_tensor_parallel == 1 or not self.async_steps,
-            "--async_steps requires --vllm_tensor_parallel 1: ranks that share an engine "
-            "would meet in it and in training at once",
-        )
+        if self.compile and self.async_steps:
+            yield (
+                backend == "server",
+                "--compile requires --async_steps 0 or --rollout_backend server: torch compiles in one "
+                "thread only",
+            )
+        if self.vllm_tensor_parallel > 1:
+            yield backend == "vllm", "--vllm_tensor_parallel requires --rollout_backend vllm"
+            yield (
+                not self.async_steps,
+                "--async_steps requires --vllm_tensor_parallel 1: ranks that share an engine would meet "
+                "in it and in training at once",
+            )
 
     def warnings(self: Any) -> Rules:
         yield (
@@ -399,30 +317,28 @@ class ConversationArgs:
     after a call."""
 
     def rules(self: Any) -> Rules:
-        yield (
-            self.environment or self.agent or "episode" not in self.reward,
-            "--reward episode requires an --environment or --agent",
-        )
-        yield (
-            not self.agent or not (self.tools or self.environment),
-            "--agent takes the place of --tools and --environment",
-        )
-        yield (
-            self.tools or self.environment or self.agent or not self.turn_stop,
-            "--turn_stop requires --tools, an --environment or an --agent",
-        )
-        yield (
-            not (self.tools or self.environment or self.agent)
-            or (self.min_response_length, self.vllm_tensor_parallel) == (0, 1),
-            "--tools, --environment and --agent require --min_response_length 0 and "
-            "--vllm_tensor_parallel 1",
-        )
+        talks = self.tools or self.environment
+        if "episode" in self.reward:
+            rewards = self.environment or self.agent
+            yield rewards, "--reward episode requires an --environment or --agent"
+        if self.agent:
+            yield not talks, "--agent takes the place of --tools and --environment"
+        if self.turn_stop:
+            several = talks or self.agent
+            yield several, "--turn_stop requires --tools, an --environment or an --agent"
+        if talks or self.agent:
+            yield (
+                (self.min_response_length, self.vllm_tensor_parallel) == (0, 1),
+                "--tools, --environment and --agent require --min_response_length 0 and "
+                "--vllm_tensor_parallel 1",
+            )
 
     def warnings(self: Any) -> Rules:
-        yield (
-            not (self.environment or self.agent) or "episode" in self.reward,
-            "--environment and --agent: their rewards do not count without episode in --reward",
-        )
+        if self.environment or self.agent:
+            yield (
+                "episode" in self.reward,
+                "--environment and --agent: their rewards do not count without episode in --reward",
+            )
 
 
 @dataclass
@@ -447,11 +363,11 @@ class OptimizerArgs:
         )
 
     def warnings(self: Any) -> Rules:
-        yield (
-            not self.lora_rank or self.learning_rate >= 1e-05,
-            "--lora_rank: adapters hardly move at a --learning_rate below 1e-5; 1e-5 to "
-            "2e-4 are usual",
-        )
+        if self.lora_rank:
+            yield (
+                self.learning_rate >= 1e-5,
+                "--lora_rank: adapters hardly move at a --learning_rate below 1e-5; 1e-5 to 2e-4 are usual",
+            )
 
 
 @dataclass
@@ -475,39 +391,39 @@ class PolicyArgs(OptimizerArgs):
             self.overlong_buffer <= self.max_response_length,
             "--overlong_buffer must be at most --max_response_length",
         )
-        low, high = self.pass_rates or (0, 0)
-        yield low <= high, "--pass_rates LOW HIGH: LOW must be at most HIGH"
-        yield (
-            not self.pass_rates or (self.shuffle and self.group_size > 1),
-            "--pass_rates requires --shuffle and a --group_size of 2 or more: it draws the prompts, "
-            "by the mean scores of their groups",
-        )
-        yield (
-            not self.ref_refresh_every or (self.kl_coef and not self.lora_rank),
-            "--ref_refresh_every requires a reference with weights: --lora_rank 0 and a "
-            "--kl_coef above 0",
-        )
-        yield (
-            self.kl_coef or not (self.ref_model or self.kl_target),
-            "--ref_model and --kl_target require a --kl_coef above 0",
-        )
-        yield (
-            not self.entropy_target or self.entropy_coef,
-            "--entropy_target requires an --entropy_coef above 0 to begin with",
-        )
-        yield (
-            not self.kl_target or 5 * self.kl_horizon > self.rollout_batch_size * self.group_size,
-            "--kl_horizon must be over a fifth of a step's responses: --kl_coef would fall "
-            "to 0 or below",
-        )
+        if self.pass_rates:
+            low, high = self.pass_rates
+            yield low <= high, "--pass_rates LOW HIGH: LOW must be at most HIGH"
+            yield (
+                self.shuffle and self.group_size > 1,
+                "--pass_rates requires --shuffle and a --group_size of 2 or more: it draws the prompts, "
+                "by the mean scores of their groups",
+            )
+        if self.ref_refresh_every:
+            yield (
+                self.kl_coef and not self.lora_rank,
+                "--ref_refresh_every requires a reference with weights: --lora_rank 0 and a --kl_coef "
+                "above 0",
+            )
+        if self.ref_model or self.kl_target:
+            yield self.kl_coef, "--ref_model and --kl_target require a --kl_coef above 0"
+        if self.entropy_target:
+            begins = self.entropy_coef
+            yield begins, "--entropy_target requires an --entropy_coef above 0 to begin with"
+        if self.kl_target:
+            yield (
+                5 * self.kl_horizon > self.rollout_batch_size * self.group_size,
+                "--kl_horizon must be over a fifth of a step's responses: --kl_coef would fall to 0 or "
+                "below",
+            )
 
     def warnings(self: Any) -> Rules:
-        yield (
-            not self.kl_coef
-            or (self.kl_in, self.kl_estimator, getattr(self, "kl_weighting", "none"))
-            != ("loss", "k1", "none"),
-            "--kl_in loss with --kl_estimator k1: its gradient has zero mean; use k2 or k3",
-        )
+        if self.kl_coef:
+            settings = self.kl_in, self.kl_estimator, getattr(self, "kl_weighting", "none")
+            yield (
+                settings != ("loss", "k1", "none"),
+                "--kl_in loss with --kl_estimator k1: its gradient has zero mean; use k2 or k3",
+            )
         yield (
             self.rollout_correction != "sequence_mask" or self.async_steps < 2,
             "--rollout_correction sequence_mask with --async_steps of 2 or more drops long responses "

@@ -1,4 +1,5 @@
-"""The processes that run verifiers and users' files (--reward, --tools, --environment, --agent).
+"""The processes that run verifiers and users' files (--reward, --tools, --environment, --agent), and
+the event loop in which the trainer asks them.
 
 trainer -> fork server, which imports what the processes need, once -> a Process for each object
 
@@ -24,9 +25,11 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import traceback
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 SECONDS_TO_LOAD = 300.0  # for imports of users' files, which may be slow on a busy file system
@@ -214,9 +217,9 @@ class Process:
         """Return the result of a method of the object.
 
         Args:
-            seconds: after which the process is killed; with `interrupt` the call is interrupted
-                first, by a TimeoutError, and the process is killed SECONDS_TO_GIVE_UP later. They
-                begin when the process has started.
+            seconds: after which the process is killed, counted from when it has started.
+            interrupt: whether the call is interrupted then, by a TimeoutError, and the process
+                killed only SECONDS_TO_GIVE_UP later.
 
         Raise Failed, Late or Ended; the process goes on after a Failed only.
         """
@@ -285,3 +288,39 @@ class Processes:
             return await process.ask(seconds, method, *arguments)
         finally:
             self.idle.append(process)
+
+
+# ---- coroutines side by side ---------------------------------------------------------------------
+
+
+async def run_all(calls: Iterable[Coroutine], ended: Callable[[], bool]) -> None:
+    """Run coroutines side by side; once one of them raises, or `ended` returns true, cancel those
+    that are left.
+    """
+    tasks = list(map(asyncio.ensure_future, calls))
+    results = asyncio.gather(*tasks)
+    try:
+        while not results.done() and not ended():
+            await asyncio.wait([results], timeout=0.1)
+        if results.done():
+            results.result()  # raises what one of them has raised
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(results, *tasks, return_exceptions=True)
+
+
+class EventLoop:
+    """An event loop in a thread of its own. All threads may use it."""
+
+    def __init__(self):
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, daemon=True).start()
+
+    def start(self, work: Coroutine) -> Future:
+        """Begin a coroutine."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def run(self, work: Coroutine) -> Any:
+        """Return what a coroutine returns."""
+        return self.start(work).result()

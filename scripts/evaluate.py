@@ -66,6 +66,7 @@ from plumbing.rewards.sources import RewardSources, final_turn, why_unscorable
 from plumbing.rollout import engines
 from plumbing.rollout.batch import Batch, Sampler, unscored
 from plumbing.run import evaluation
+from plumbing.run.command import parse, report_errors
 from plumbing.run.folder import git_commit, run_of, versions
 from plumbing.run.log import append, as_logged, read_args, replace_file
 from plumbing.run.metrics import (
@@ -74,7 +75,7 @@ from plumbing.run.metrics import (
     sample_rows,
     token_rows,
 )
-from plumbing.run.ranks import Interrupt, report_errors
+from plumbing.run.ranks import Interrupt
 from plumbing.run.setup import load_conversations
 
 PROMPTS_AT_ONCE = 256  # between two moves of the progress bar
@@ -239,7 +240,7 @@ def main(args: Args) -> None:
     n = args.samples if args.temperature else 1
     tokenizer, stop_ids = load_tokenizer_and_stop_ids(args)
     conversations = load_conversations(args, tokenizer, stop_ids)
-    split, held_out = ("train", True) if args.eval_share else ("test", None)
+    split, span = ("train", (0, args.eval_share)) if args.eval_share else ("test", (0, 1))
     parts = load_prompts(
         "--dataset",
         args.dataset,
@@ -248,7 +249,7 @@ def main(args: Args) -> None:
         args,
         why_unscorable,
         conversations,
-        held_out=held_out,
+        span=span,
     )
     prompts = first_prompts(parts, args.num_prompts)
     check_responses_fit(args, prompts)
@@ -334,4 +335,4 @@ def main(args: Args) -> None:
 
 if __name__ == "__main__":
     with report_errors():
-        main(cli.parse(Args))
+        main(parse(Args))

@@ -43,7 +43,7 @@ from plumbing.models.sharding import base_weights, merged
 from plumbing.rewards.sources import kind_of
 from plumbing.rollout import engines
 from plumbing.run import metrics, ranks, run
-from plumbing.run.ranks import report_errors
+from plumbing.run.command import parse, report_errors
 
 BYTES_OF_A_GB = 1.06e9  # in a GPU's name: an H100 of 80 GB has 84.9e9
 RESERVE = 5e9  # bytes
@@ -222,7 +222,9 @@ def replace_machine(gpus, gpu_bytes):
     torch.distributed.broadcast_object_list = sharding.Sharding._load_shards = lambda *_: None
     layers = SimpleNamespace(Linear4bit=Linear4bit, Params4bit=Params4bit)
     sys.modules["bitsandbytes"] = SimpleNamespace(nn=layers, __spec__=True)
-    loading.check_head = metrics.warn = run.Run.finish = ranks.watch = lambda *_: None
+    nothing = lambda *_: None
+    loading.check_head = metrics.warn = run.Run.finish = ranks.watch = nothing
+    run.check_rules = nothing  # `parse` has checked the flags, which `shorten` changes
     engines.rollout_engine = Engine
 
 
@@ -270,7 +272,7 @@ def main():
     ):
         sys.path.insert(0, f"{options.script.parent}")
         module = importlib.import_module(options.script.stem)
-        args = cli.parse(module.Args, flags)
+        args = parse(module.Args, flags)
         shorten(args, options.gpus, folder)
         module.main(args)
     del memory.peaks["load"]  # of models that are sharded, it is on the CPU

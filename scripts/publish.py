@@ -9,8 +9,8 @@ import repository  # noqa: F401
 import tyro
 from huggingface_hub import ModelCard, ModelCardData, create_repo, upload_folder
 
+from plumbing.run.command import report_errors
 from plumbing.run.log import CURVES, read_args, read_log, without_secrets
-from plumbing.run.ranks import report_errors
 from utils import UserError, as_user_error
 
 CARD = """---

@@ -21,6 +21,7 @@ import repository  # noqa: F401
 import tyro
 
 import utils
+from plumbing.run.command import report_errors
 from plumbing.run.log import (
     CURVES,
     read_args,
@@ -28,7 +29,6 @@ from plumbing.run.log import (
     replace_file,
     without_secrets,
 )
-from plumbing.run.ranks import report_errors
 
 # Most of the samples in a page, and of their tokens, all runs together.
 SAMPLE_BYTES = 6_000_000

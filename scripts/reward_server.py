@@ -32,13 +32,12 @@ from yarl import URL
 
 import utils
 from extras.http_log import in_one_line
-from plumbing import cli
 from plumbing.cli import Port, PositiveInt, RewardArgs, Seconds
 from plumbing.data.formats import named_sources
 from plumbing.data.messages import read_messages
 from plumbing.models import loading
 from plumbing.rewards import sources
-from plumbing.run.ranks import report_errors
+from plumbing.run.command import parse, report_errors
 
 LARGEST_BODY = 1 << 26  # bytes of a request
 PART = 32  # responses of a request that are scored together
@@ -194,4 +193,4 @@ def main(args: Args) -> None:
 
 if __name__ == "__main__":
     with report_errors():
-        main(cli.parse(Args))
+        main(parse(Args))

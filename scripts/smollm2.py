@@ -21,7 +21,7 @@ import torch
 import transformers
 
 import utils
-from plumbing.run.ranks import report_errors
+from plumbing.run.command import report_errors
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 FOLDER = CACHE / "loopwise/SmolLM2-135M-Instruct"

@@ -26,9 +26,8 @@ from server_key import require_key
 
 import utils
 from extras.vllm.sampling import WORKER_EXTENSION
-from plumbing import cli
 from plumbing.cli import NonNegativeFloat, Port
-from plumbing.run.ranks import report_errors
+from plumbing.run.command import parse, report_errors
 
 
 @dataclass
@@ -95,4 +94,4 @@ if __name__ == "__main__":
     words = sys.argv[1:]
     end = words.index("--") if "--" in words else len(words)
     with report_errors():
-        main(cli.parse(Args, words[:end]), words[end + 1 :])
+        main(parse(Args, words[:end]), words[end + 1 :])

@@ -25,7 +25,7 @@ import utils
 from extras.episodes import agents
 from extras.episodes.agents import Agents, plain
 from extras.episodes.conversations import Conversation
-from plumbing.event_loop import run_all
+from plumbing.processes import run_all
 from plumbing.rollout.batch import Batch, Sample, forward_batch
 
 # Runs the code of its row, which may call ask(messages..., options of the API).

@@ -23,8 +23,8 @@ import rloo
 import utils
 from extras.episodes.conversations import STOP_REASONS, Conversation, Conversations
 from extras.vllm.sampling import VllmSampling
-from plumbing.event_loop import EventLoop
 from plumbing.models.loading import load_model, precision
+from plumbing.processes import EventLoop
 from plumbing.rewards.sources import EpisodeSource, RewardSources
 from plumbing.rollout.batch import Sampler, forward_batch
 from plumbing.run.metrics import conversation_metrics

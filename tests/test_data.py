@@ -41,7 +41,8 @@ from plumbing.data.rows import VERSION, first_rows, read_rows
 from plumbing.data.tasks import BUILT_IN
 from plumbing.models.tokenizer import load_tokenizer
 from plumbing.rewards.sources import why_unscorable
-from plumbing.run.ranks import Interrupt, report_errors
+from plumbing.run.command import report_errors
+from plumbing.run.ranks import Interrupt
 from plumbing.run.setup import load_supervised
 from utils import UserError, World
 
@@ -201,9 +202,12 @@ def test_a_folder_whose_files_differ_in_columns(ending, tmp_path, tokenizers, ca
     for i, column in enumerate(("prompt", "question")):
         frame = pandas.DataFrame({column: ["1+1="], "answer": ["2"]})
         file = tmp_path / f"train-{i}.{ending}"
-        writers = {"jsonl": functools.partial(frame.to_json, orient="records", lines=True)}
-        writers |= {"csv": frame.to_csv, "parquet": frame.to_parquet}
-        writers[ending](file, **({"index": False} if ending != "jsonl" else {}))
+        writers = {
+            "jsonl": functools.partial(frame.to_json, orient="records", lines=True),
+            "csv": functools.partial(frame.to_csv, index=False),
+            "parquet": frame.to_parquet,
+        }
+        writers[ending](file)
     line = refused(capsys, prompts_of, str(tmp_path), tokenizers[False, None])
     assert "train-1." in line and "prompt" in line
     name = REPORTED / "18_folder_mixed_schema"
@@ -650,7 +654,7 @@ def test_what_was_read_is_shown(tokenizers, tmp_path, capsys):
     (tmp_path / "rows.csv").write_text("prompt,answer\na,b,c\n")
     tokenizer = tokenizers[False, None]
     assert refused(capsys, prompts_of, name, tokenizer).startswith(
-        f"error: --dataset {name} row 1: "
+        f"error: --dataset {name}: row 1 has more cells"
     )
 
 

@@ -10,7 +10,7 @@ import helpers
 import pytest
 
 from extras.episodes.tool_processes import ToolProcess, ToolProcesses
-from plumbing import cli
+from plumbing.run.command import parse
 
 PAGE = (helpers.ROOT / "docs" / "agents.md").read_text()
 FILES = dict(re.findall(r"```python\n# (\w+\.py)\n(.*?)```", PAGE, re.DOTALL))
@@ -49,7 +49,7 @@ def test_the_environment(folder):
 
 def test_the_commands_and_the_agent(folder):
     (guess,) = filter(None, COMMANDS)
-    args = cli.parse(importlib.import_module("grpo").Args, guess[2:])
+    args = parse(importlib.import_module("grpo").Args, guess[2:])
     assert (args.environment, args.tools) == ("guess.py:Guess", ("guess.py:middle",))
     processes = ToolProcesses((), f"{folder}/agent.py:play", 30.0, "--agent")
     assert processes.schemas == []

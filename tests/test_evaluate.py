@@ -9,8 +9,8 @@ import helpers
 import pandas
 import pytest
 
-from plumbing import cli
 from plumbing.data.tasks import arithmetic
+from plumbing.run import command
 from plumbing.run.folder import run_of
 
 evaluate = importlib.import_module("evaluate")  # in scripts/, which helpers has put on the path
@@ -143,7 +143,7 @@ def run(tmp_path_factory) -> dict:
 
 
 def parse(*words) -> evaluate.Args:
-    return cli.parse(evaluate.Args, list(map(str, words)))
+    return command.parse(evaluate.Args, list(map(str, words)))
 
 
 def test_the_accuracy_that_a_run_logged(run, tmp_path, capsys):

@@ -16,6 +16,7 @@ import torch
 from helpers import variant
 
 import utils
+from plumbing.run import command
 from plumbing.run import ranks as of_ranks
 
 
@@ -30,7 +31,7 @@ def test_torchrun_learns_of_an_exception_in_any_script(script, tmp_path, monkeyp
     module = __import__(script)
     file = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
-    with pytest.raises(AttributeError), of_ranks.report_errors():
+    with pytest.raises(AttributeError), command.report_errors():
         module.main(None)  # has no flags
     message = json.loads(file.read_text())["message"]
     assert (
@@ -59,7 +60,7 @@ HANDLED = {  # what `main` raises in a phase, and the line that the run ends wit
 def test_errors_that_are_one_line(phase, monkeypatch, capsys):
     error, line = HANDLED[phase]
     monkeypatch.setattr(of_ranks.status, "phase", phase)
-    monkeypatch.setattr(of_ranks.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(command.time, "sleep", lambda seconds: None)
     assert helpers.refused(capsys, mock.Mock(side_effect=error)).startswith(line)
 
 

@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM
 import grpo
 import utils
 from extras.lora import add_lora
-from plumbing import cli
 from plumbing.models import loading, sharding
 from plumbing.models.sharding import Sharding
+from plumbing.run.command import parse
 
 BITSANDBYTES = "pip install bitsandbytes==0.50.2"  # 60 MB, so no requirement of the tests
 IDS = torch.tensor([[5, 9, 13, 21, 22, 25]])
@@ -207,7 +207,7 @@ def test_weights_of_4_bits(base, precision):
 def test_what_quantization_requires(base, capsys, monkeypatch, tmp_path):
     flags = "--lora_rank 2 --quantize 4bit".split()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    line = helpers.refused(capsys, cli.parse, grpo.Args, flags)
+    line = helpers.refused(capsys, parse, grpo.Args, flags)
     assert "--quantize requires bitsandbytes: pip install bitsandbytes==0.50.2" in line
     with pytest.raises(utils.UserError, match="--quantize 4bit: requires --shard none"):
         load(grpo.Args(model=base["model"], lora_rank=2, quantize="4bit", shard="fsdp"))

@@ -91,7 +91,7 @@ import grpo, memory
 from plumbing.models.forward import checkpoint_blocks
 from plumbing.models import loading
 from plumbing.run import ranks
-from plumbing.run.ranks import report_errors
+from plumbing.run.command import report_errors
 from test_memory import AutoConfig, AutoModelForCausalLM, peak_bytes
 torch.set_num_threads(1)
 

@@ -29,9 +29,9 @@ from helpers import ROOT, free_port, read_lines, scalar_folder, scores_by, tiny_
 from tiny_models import make_tokenizer
 from transformers import AutoTokenizer
 
-from plumbing import cli
 from plumbing.data.rows import read_parts
 from plumbing.rewards.sources import RewardSources, kind_of
+from plumbing.run.command import parse
 
 RECIPES = sorted(
     str(path.relative_to(ROOT / "scripts"))
@@ -203,7 +203,7 @@ def test_flags(recipe, small, tmp_path):
     for call in calls:
         if call["script"] == "scripts/pairs.py":  # has no flags
             continue
-        args = cli.parse(importlib.import_module(Path(call["script"]).stem).Args, call["flags"])
+        args = parse(importlib.import_module(Path(call["script"]).stem).Args, call["flags"])
         if not call["script"].startswith("scripts/"):  # those may be written down after it
             trained.append(args)
         assert {

@@ -206,9 +206,7 @@ def test_changed_flags_of_an_optimizer(load, tokenizer, world, tmp_path, prefix)
             "--model", str(tmp_path / "checkpoints/step_1"), torch.float32, CPU
         )
         optimizer = utils.Optimizer(model, args, 9, prefix=prefix)
-        checkpoints.load_checkpoint(
-            model.name_or_path, world, tokenizer, {"": model}, {"": optimizer}
-        )
+        checkpoints.load_checkpoint(model.name_or_path, tokenizer, {"": model}, {"": optimizer})
         assert optimizer.loss_scale == (2.0**16 if args.precision == "fp16" else 1.0)
         return update(optimizer, 3)
 

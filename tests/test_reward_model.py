@@ -26,7 +26,7 @@ from plumbing.data.pairs import load_pairs, load_train_and_eval_pairs
 from plumbing.data.tasks import arithmetic_pairs
 from plumbing.models import loading as models
 from plumbing.models.tokenizer import load_tokenizer
-from plumbing.run.ranks import report_errors
+from plumbing.run.command import report_errors
 from reward_model import (
     Args,
     collate_pairs,

@@ -26,8 +26,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import utils
 from grpo import Args, generate
-from plumbing.event_loop import EventLoop
 from plumbing.models.loading import precision
+from plumbing.processes import EventLoop
 from plumbing.rewards.sources import RewardSources
 from plumbing.rollout import kv_cache
 from plumbing.rollout.batch import Batch, Sampler, invert_distribution

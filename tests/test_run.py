@@ -65,11 +65,12 @@ def test_main_is_a_function(tmp_path):
 import sys, grpo, utils
 args = grpo.Args(**{values!r})
 grpo.main(args)
-try:
-    grpo.main(args)
-except utils.UserError as error:
-    print("raised:", error)
-args.run_name = "b"
+for args.run_name, args.stop_at in (("a", None), ("b", 1.0)):
+    try:
+        grpo.main(args)
+    except utils.UserError as error:
+        print("raised:", error)
+args.stop_at = None
 grpo.main(args)
 print("extras:", [name for name in sys.modules if name.startswith("extras")])
 ours = [module for name, module in sys.modules.items() if name.split(".")[0] in ("grpo", "utils", "plumbing")]
@@ -80,6 +81,7 @@ print("files:", sum(module.__file__ is not None for module in ours))
     )
     assert done.returncode == 0 and "extras: []" in done.stdout, done.stderr[-2000:]
     assert f"raised: --run_name a: {tmp_path}/a exists" in done.stdout
+    assert "raised: --stop_at requires a --keep_best" in done.stdout
     said = re.search(r"reads (\d+) Python files", (helpers.ROOT / "README.md").read_text())
     assert f"files: {said[1]}\n" in done.stdout
     first, second = (read_lines(tmp_path / name / "metrics.jsonl") for name in "ab")

@@ -28,7 +28,7 @@ from extras.episodes.tool_processes import (
 )
 from plumbing.data.encoding import CUT, guarded
 from plumbing.data.rows import Row
-from plumbing.event_loop import run_all
+from plumbing.processes import run_all
 from plumbing.rewards.sources import reward_weights
 from utils import as_user_error, generator, warn
 
@@ -98,7 +98,7 @@ class DecodeLoop:
     asked: dict[int, tuple] = field(default_factory=dict)
 
     def run_all(self, conversations: Iterable[Coroutine], interrupted: Callable) -> None:
-        """Have conversations, see `plumbing.event_loop.run_all`."""
+        """Have conversations, see `plumbing.processes.run_all`."""
         asyncio.run(run_all(map(self._until_its_end, conversations), interrupted))
 
     async def _until_its_end(self, conversation: Coroutine) -> None:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from plumbing.event_loop import EventLoop, run_all
 from plumbing.models.sharding import base_weights, merged
+from plumbing.processes import EventLoop, run_all
 from utils import first_line, full_tensor
 
 WORKER_EXTENSION = "extras.vllm.sampling.WorkerExtension"  # vLLM's worker_extension_cls

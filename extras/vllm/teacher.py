@@ -8,8 +8,8 @@ from transformers import PreTrainedTokenizerBase
 
 from extras.vllm.servers import SERVER_PATIENCE, SERVER_START, ask_server
 from plumbing.data.cache import column
-from plumbing.event_loop import run_all
 from plumbing.models.config import load_config
+from plumbing.processes import run_all
 from plumbing.rollout.batch import Sample
 from utils import Interrupted, UserError, World, first_line, say, warn
 

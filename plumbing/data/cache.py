@@ -1,10 +1,10 @@
 """Rows as a run reads them: encoded once by `datasets`, then read by index from a memory-mapped
 file.
 
-The first process of a node encodes what is not in the cache, and the others wait. A file of the
-cache goes by all that decides what is in it: rows, tokenizer and template, flags, and VERSION in
-plumbing/data/rows.py for the code. A row, a dict, is kept as JSON, since its values may be of any
-type; NUMBERS stand beside it.
+The first process of a node encodes what is not in the cache, and the others wait. The name of a
+cache file is a hash of all that decides what is in it: rows, tokenizer and template, flags, and for
+the code VERSION in plumbing/data/rows.py. A row, a dict, is stored as JSON, since its values may be
+of any type, with NUMBERS in columns of their own.
 """
 
 import functools
@@ -54,15 +54,14 @@ def encode_rows(
             default "prompt", is what must not be trained and evaluated on.
         stop_ids: see `encode_texts`.
     Returns:
-        A `datasets.Dataset` of all without a problem: `rows[i]` reads one, in which ENCODED are token
-        ids, and "mask" is 1 for those of the response that are to be learned. Its fingerprint goes
-        by all that decides what the rows are, and by their order.
+        A `datasets.Dataset` of the rows without a problem: `rows[i]` reads one, in which ENCODED are
+        token ids, and "mask" is 1 for those of the response that are to be learned. Its fingerprint
+        is a hash of all that decides the rows and their order.
     """
     import datasets
     from datasets.fingerprint import Hasher
 
     where = f"{flag} {name}"
-    encode = functools.partial(encode_batch, make=make, tokenizer=tokenizer, stop_ids=stop_ids)
     today = date.today() if "strftime_now" in str(tokenizer.chat_template) else None
     given = VERSION, transformers.__version__, make.func.__name__, make.keywords, stop_ids, today
     fingerprint = Hasher.hash([raw._fingerprint, tokenizer, *given])
@@ -79,10 +78,16 @@ def encode_rows(
     try:
         gc.freeze()  # forked processes would copy what the collector visits
         rows = raw.with_format("arrow").map(
-            encode,
+            encode_batch,
             batched=True,
             with_indices=True,
-            fn_kwargs={"where": where, "dataset": name},
+            fn_kwargs={
+                "where": where,
+                "dataset": name,
+                "make": make,
+                "tokenizer": tokenizer,
+                "stop_ids": stop_ids,
+            },
             num_proc=processes if processes > 1 else None,
             new_fingerprint=fingerprint,
             cache_file_name=file,

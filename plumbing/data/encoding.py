@@ -61,7 +61,7 @@ def encode_texts(
         if len(texts) == 1:
             raise UserError(f"{texts[0].where}: {first_line(error)}") from error
         return [encode_texts([text], tokenizer, stop_ids)[0] for text in texts]
-    drop = iter([len(x.ids) for x in encode(contexts)] if any(contexts) else [0] * len(contexts))
+    drop = (len(x.ids) for x in encode(contexts))
     lists = []
     for text, of_text in zip(texts, parts):
         first, *others = [(next(encoded), next(drop)) for _ in of_text]

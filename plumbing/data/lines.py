@@ -13,7 +13,7 @@ import datasets
 import pyarrow
 from datasets.packaged_modules.csv.csv import CsvConfig
 
-from plumbing.data.rows import AT, LINE, MORE_CELLS, VERSION
+from plumbing.data.rows import AT, LINE, VERSION
 from utils import first_line
 
 
@@ -67,7 +67,9 @@ def lines(file: TextIO) -> Iterable[str]:
 
 
 def csv_lines(file: TextIO, sep: str) -> Iterable[str]:
-    """Yield the rows of a .csv file as JSON; MORE_CELLS for one with more cells than names."""
+    """Yield the rows of a .csv file as JSON."""
     csv.field_size_limit(sys.maxsize)
-    for row in csv.DictReader(file, delimiter=sep, strict=True):
-        yield MORE_CELLS if None in row else json.dumps(row)
+    for i, row in enumerate(csv.DictReader(file, delimiter=sep, strict=True), 1):
+        if None in row:
+            raise ValueError(f"row {i} has more cells than the first line has names")
+        yield json.dumps(row)

@@ -14,7 +14,7 @@ from plumbing.data.messages import Message, read_messages
 from plumbing.data.mixture import stream
 from plumbing.data.prompts import SHORT, without
 from plumbing.data.rendering import Rendering
-from plumbing.data.rows import first_rows, read_rows, split_of
+from plumbing.data.rows import read_rows, split_of
 from utils import UserError, say
 
 # Token ids of prompt and response, in a pair as `load_pairs` makes it.
@@ -65,7 +65,6 @@ def load_pairs(
     dataset, split = split_of(name, split)
     where = f"{flag} {dataset}"
     raw = read_rows(flag, "arithmetic_pairs" if dataset == "arithmetic" else dataset, split)
-    first_rows(where, raw)  # there are some
     as_is = args.chat_template == "none"
     rendering = Rendering(tokenizer, stop_ids, args.system_prompt, as_is)
     make = functools.partial(make_pair, rendering=rendering)

@@ -51,14 +51,15 @@ def load_train_and_eval(
             prompts to train on.
     """
     given = tokenizer, args, why_unscorable, conversations
-    parts = load_prompts("--dataset", args.dataset, "train", *given, learn, stop_ids, False)
+    trained = (args.eval_share, 1)
+    parts = load_prompts("--dataset", args.dataset, "train", *given, learn, stop_ids, trained)
     train = mix(parts, args.seed, args.shuffle)
     where = f"--dataset {args.dataset}"
     dataset, _ = split_of(args.dataset)
     parts = []
     if args.eval_share:
         flag = f"--eval_share {args.eval_share} of"
-        parts = load_prompts(flag, args.dataset, "train", *given, held_out=True)
+        parts = load_prompts(flag, args.dataset, "train", *given, span=(0, args.eval_share))
     elif args.eval_every and (args.eval_dataset or not os.path.isfile(dataset)):
         parts = load_prompts("--eval_dataset", args.eval_dataset or dataset, "test", *given)
     elif args.eval_every:
@@ -104,7 +105,7 @@ def load_prompts(
     conversations: Any = None,
     learn: Learn = "",
     stop_ids: Sequence[int] = (),
-    held_out: bool | None = None,
+    span: tuple[float, float] = (0, 1),
 ) -> list[tuple]:
     """Read a data set, or a list of them, and turn each row into a prompt, once and for all, as
     token ids.
@@ -119,7 +120,8 @@ def load_prompts(
             `plumbing.rewards.sources.why_unscorable`.
         conversations: extras.episodes.conversations.Conversations, with --tools or --environment.
         learn: see `Learn`. stop_ids: which end a turn that is learned.
-        held_out: read the rows that --eval_share holds out, or the others; None for all.
+        span: the rows whose prompts have a hash from 0 to 1 within it are read: below --eval_share
+            they are held out.
     Returns:
         Of each data set its rows, see `make_prompts`, and its weight. If turns are learned, rows
         without one are left out.
@@ -156,7 +158,7 @@ def load_prompts(
             columns=columns,
             rendering=rendering,
             learn=learn,
-            span={None: (0, 1), True: (0, args.eval_share), False: (args.eval_share, 1)}[held_out],
+            span=span,
             sources=SimpleNamespace(
                 reward=args.reward, reward_weights=getattr(args, "reward_weights", ())
             ),
@@ -165,7 +167,7 @@ def load_prompts(
         )
         rows = encode_rows(flag, part, raw, make, tokenizer, stop_ids)
         if not len(rows):
-            verb = "holds out" if held_out else "--eval_share leaves"
+            verb = "--eval_share leaves" if span[0] else "holds out"
             raise UserError(f"{where}: {verb} none of {len(raw)} rows")
         report_first(where, rows[0], columns, rendering, learn)
         if learns_turns:
@@ -229,8 +231,7 @@ def make_prompts(
     """Return what a run needs of a row of a data set, for `encode_rows`.
 
     Args:
-        at: its place. span: the rows whose prompts have a hash from 0 to 1 within it are read.
-        sources: --reward and --reward_weights.
+        at: its place. span: see `load_prompts`. sources: --reward and --reward_weights.
         make_teacher_query: see `teacher_query`; None where the teacher reads the same prompt.
     Returns:
         Rows {"prompt": the text that the model sees, "query": [the same to encode], "messages": the

@@ -219,16 +219,15 @@ def shown(
         write: returns the text of messages, with CUTs.
     """
     text = write(messages)
-    # A short content may occur by chance.
+    # A short content may occur by chance, so it is looked for as a longer one.
     marked = [
         turn | {"content": f"TEXT-{i}."} if len(turn["content"].strip()) in range(1, 8) else turn
         for i, turn in enumerate(messages)
     ]
-    for turns in (messages, marked) if marked != messages else (messages,):
-        found = (text if turns is messages else write(turns)).replace(CUT, "")
-        for number, turn in enumerate(turns, 1):
-            if not all(occurs(part, found) for part in said(turn)):
-                raise ValueError(f"does not show turn {number}, of {turn['role']}")
+    found = (text if marked == messages else write(marked)).replace(CUT, "")
+    for number, turn in enumerate(marked, 1):
+        if not all(occurs(part, found) for part in said(turn)):
+            raise ValueError(f"does not show turn {number}, of {turn['role']}")
     if not all(occurs(tool["function"]["name"], found) for tool in tools or ()):
         raise ValueError("does not show tools")
     return text

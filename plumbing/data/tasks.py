@@ -23,11 +23,17 @@ BUILT_IN = {  # rows of each split
 }
 
 
+def is_in(split: str, prompt: str) -> bool:
+    """Return whether a split has a prompt: a tenth of all prompts, chosen by a hash, are those of
+    "test", and no others are.
+    """
+    return (zlib.crc32(prompt.encode()) % 10 == 0) == (split == "test")
+
+
 def arithmetic(_: str, split: str, size: int) -> list[dict]:
     """Return `size` random problems of 3-digit addition, the same on every machine.
 
-    A tenth of all problems, chosen by a hash of the problem, is held out: "test" draws from that
-    tenth only and "train" never does. A row is {"prompt": "737+361=", "answer": "1098", "solution":
+    A row is {"prompt": "737+361=", "answer": "1098", "solution":
     what `worked_addition` gives}.
     """
     numbers = random.Random(f"arithmetic {split}")
@@ -36,8 +42,7 @@ def arithmetic(_: str, split: str, size: int) -> list[dict]:
         first = numbers.randint(100, 999)
         second = numbers.randint(100, 999)
         prompt = f"{first}+{second}="
-        held_out = zlib.crc32(prompt.encode()) % 10 == 0
-        if held_out == (split == "test"):
+        if is_in(split, prompt):
             solution = worked_addition(prompt, 0.0, random.Random(0))
             rows.append({"prompt": prompt, "answer": str(first + second), "solution": solution})
     return rows
@@ -104,8 +109,7 @@ def instructions(kind: str, split: str, size: int) -> list[dict]:
     a least number of words, too: without it the shortest answer is the safest one, and a policy
     learns to say little.
 
-    A tenth of all prompts, chosen by a hash, is held out: "test" draws from that tenth only and
-    "train" never does. A row is {"prompt": text, "answer": the constraints as the reward ifeval
+    A row is {"prompt": text, "answer": the constraints as the reward ifeval
     reads them}.
 
     Args:
@@ -129,7 +133,7 @@ def instructions(kind: str, split: str, size: int) -> list[dict]:
         said, name, arguments = json.loads(constraint)
         length = numbers.choice(parts["lengths"])
         prompt = f"{ask} {said} Write at least {length} words."
-        if (zlib.crc32(prompt.encode()) % 10 == 0) == (split == "test"):
+        if is_in(split, prompt):
             words = {"num_words": length, "relation": "at least"}
             answer = {
                 "instruction_id": [name, "length_constraints:number_words"],

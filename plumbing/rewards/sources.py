@@ -17,18 +17,22 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from plumbing.data.formats import is_filled
 from plumbing.data.rows import Row
-from plumbing.event_loop import EventLoop
-from plumbing.processes import SECONDS_TO_LOAD, Ended, Failed, ForkServer, Late, Processes
+from plumbing.processes import (
+    SECONDS_TO_LOAD,
+    Ended,
+    EventLoop,
+    Failed,
+    ForkServer,
+    Late,
+    Processes,
+)
 from plumbing.rewards import verifiers
 from plumbing.rewards.functions import Functions
 from utils import UserError, as_user_error, first_line, warn
-
-if TYPE_CHECKING:  # imported where a flag asks for them
-    from extras.reward_models import ModelSource
 
 # Score; the square of a larger one would not fit into float32, and its advantage become 0.
 LARGEST = 1e18
@@ -178,7 +182,7 @@ class RewardSources:
             "function": Processes(self.server, Functions, 1),
         }
         self.sources: dict[str, Any] = {}  # a Source or a ModelSource each
-        self.models: dict[str, "ModelSource"] = {}
+        self.models: dict[str, Any] = {}  # the ModelSources
         for name in args.reward:
             check_name(name)
             kind = kind_of(name)
@@ -229,19 +233,6 @@ class RewardSources:
         for source in self.models.values():
             source.load(args, precision, sharding)
 
-    def score_equal_responses_alike(self, samples: list) -> None:
-        """Give equal responses to a prompt, of the samples of all ranks, a reward model's score of
-        the first of them.
-
-        It depends, by rounding, on the rows of its micro-batch: advantages of equal responses would
-        be nothing else.
-        """
-        for name in self.models:
-            first: dict[tuple, float] = {}
-            for x in samples:
-                sequence = (is_scored_by(x.row, name), tuple(x.row["query"]), x.response.tobytes())
-                x.scores[name] = first.setdefault(sequence, x.scores[name])
-
     def why_missing(self, name: str) -> str:
         """Return a source and why scores of it are missing."""
         return f"{name}: {self.sources[name].failure or f'it returned None, NaN, infinity or over {LARGEST:g}'}"
@@ -251,9 +242,9 @@ class Scoring:
     """Scores of a rank's responses: each response goes to its sources when it has ended, while
     others are sampled.
 
-    A source takes as many as are waiting, up to its `most`: what is scored together depends on when
-    responses end, so a score must not depend on it. One that is `whole`, or a reward model, takes
-    all of them at the end, in order.
+    A call of a source scores all responses that wait, up to its `most`. Which ones wait depends on
+    when they end, so a score must not depend on the others of its call. A source that is `whole`,
+    and a reward model, scores all responses at the end, in order.
     """
 
     def __init__(self, reward_sources: RewardSources, interrupted: Callable[[], bool]):
@@ -357,7 +348,6 @@ class Source:
     most = 1 << 30  # responses in a call of `score`
     failure = ""  # the last reason for a score that is missing
     warned = False  # whether a missing score was reported
-
     at_once: Any = contextlib.nullcontext()  # a Semaphore: of calls of `score` at the same time
 
     def __init__(self, name: str, timeout: float, processes: Any = None):
@@ -369,7 +359,7 @@ class Source:
             self.at_once = processes.at_once
 
     async def load(self) -> None:
-        """Learn what the source says of itself, before anything is scored."""
+        """Set `verifies`, `whole` and so on before anything is scored."""
 
     async def score(self, samples: list) -> list:
         """Return a number for each response, None or NaN for no score, or an object that has it as

@@ -172,7 +172,8 @@ class Sampler:
         responses = [gathered[i] for i in range(len(rows))]
         for row, sample in zip(rows, responses):
             sample.row = sample.conversation.row if sample.conversation else row
-        self.reward_sources.score_equal_responses_alike(responses)
+        for model in self.reward_sources.models.values():
+            model.score_equal_responses_alike(responses)
         if self.conversations:
             self.conversations.leave_out_failed(responses)
         batch = Batch.from_samples(responses, model_device(self.model))

@@ -186,7 +186,6 @@ def trained_state(model: PreTrainedModel, optimizer: Optimizer) -> dict:
 
 def load_checkpoint(
     folder: str,
-    world: World,
     tokenizer: PreTrainedTokenizerBase,
     models: dict[str, torch.nn.Module],
     optimizers: dict[str, Optimizer],

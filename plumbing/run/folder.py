@@ -42,8 +42,8 @@ def run_of(model: str) -> Path | None:
 def find_origin(args: Any, script: str) -> Origin:
     """Return where the run begins; with --resume, print which flags have changed. For rank 0 alone.
 
-    This creates no run folder. The default name of the folder consists of script, model, data set
-    and seed; a model that a run saved has the run's name.
+    The folder itself is not made. Its default name consists of script, model, data set and seed; a
+    model that a run saved has the run's name there.
 
     Args:
         args: the flags of a script: those of plumbing.cli.RunArgs, model and dataset.

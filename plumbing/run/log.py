@@ -107,7 +107,7 @@ class RunLog:
         self.phase("start")
 
     def _track(self, run_id: str) -> None:
-        """Begin the run in the library that --track names, or continue it there."""
+        """Begin or continue the run in the library that --track names."""
         args = self.args
         with as_user_error(f"--track {args.track}"):
             library = importlib.import_module(args.track)

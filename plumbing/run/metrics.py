@@ -1,5 +1,6 @@
 """What is logged of a batch of responses: its metrics, and samples of it with their tokens."""
 
+import functools
 import math
 from statistics import fmean
 from typing import Any, Callable, Iterator
@@ -75,12 +76,10 @@ def conversation_metrics(batch: Batch) -> dict[str, float]:
 
     counts = [conversation.metrics() for conversation in conversations]
     reasons = [conversation.stop_reason for conversation in conversations]
-    metrics = {}
-    for name in counts[0]:
-        metrics[f"conversation/{name}"] = fmean(count[name] for count in counts)
-    for name in STOP_REASONS:
-        metrics[f"stop_reason/{name}"] = reasons.count(name) / len(reasons)
-    return metrics
+    return {
+        **{f"conversation/{name}": fmean(x[name] for x in counts) for name in counts[0]},
+        **{f"stop_reason/{name}": reasons.count(name) / len(reasons) for name in STOP_REASONS},
+    }
 
 
 def add_rollout(
@@ -191,9 +190,12 @@ def token_rows(
     for i, sample in enumerate(batch.samples[:count]):
         length = len(sample.response)
         known = sampled[i, :length]
+        # Of a character that consists of several tokens the last one has the text.
+        stream = DecodeStream(skip_special_tokens=False)
+        decode = functools.partial(stream.step, tokenizer.backend_tokenizer)
         row: dict[str, Any] = {
             "sample": i,
-            "texts": token_texts(tokenizer, [*map(int, sample.response)]),
+            "texts": [decode(int(token)) or "" for token in sample.response],
             "trains": (known & (i in updated)).int().tolist(),
         }
         of_sample = {name: x[i] for name, x in tokens.items()} | updated.get(i, {})
@@ -201,13 +203,3 @@ def token_rows(
             values = of_token[:length].double().masked_fill(~known, math.nan).tolist()
             row[name] = [float(f"{x:.4g}") if math.isfinite(x) else None for x in values]
         yield row
-
-
-def token_texts(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:
-    """Return the text of each token. Of a character that consists of several tokens the last one
-    has the text, the others "".
-    """
-    if not tokenizer.is_fast:
-        return [tokenizer.decode([token]) for token in ids]
-    stream = DecodeStream(skip_special_tokens=False)
-    return [stream.step(tokenizer.backend_tokenizer, token) or "" for token in ids]

@@ -1,8 +1,7 @@
-"""Errors, long waits and signals of a rank: what a failure prints and its exit code, which ranks the
-others wait for, tracebacks of a phase that takes too long, and the interruption of a run.
+"""Long waits and signals of a rank: which ranks the others wait for, tracebacks of a phase that takes
+too long, and the interruption of a run.
 """
 
-import contextlib
 import faulthandler
 import json
 import os
@@ -10,25 +9,18 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections import deque
 from dataclasses import dataclass
 from types import FrameType
-from typing import Callable, Iterator
+from typing import Callable
 
-import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing import errors
 from tqdm import tqdm
 
-from utils import EXIT_INTERRUPTED, Interrupted, UserError, World, first_line, one_line
+from utils import EXIT_INTERRUPTED, World
 
 # Seconds in one phase after which each rank of several prints its traceback, again and again.
 STUCK_AFTER = 600.0
-OUT_OF_MEMORY = (  # printed where a torch.OutOfMemoryError ends a run
-    "a GPU is out of memory: lower --micro_batch_tokens or --generation_batch_size, "
-    "shard the models (--shard fsdp or fsdp_offload), or train adapters (--lora_rank 32)"
-)
 
 
 @dataclass
@@ -108,65 +100,6 @@ def watch(world: World) -> None:
     write()
     world.barrier()
     threading.Thread(target=look, daemon=True).start()
-
-
-@contextlib.contextmanager
-def report_errors() -> Iterator[None]:
-    """Turn what a command raises into its exit code.
-
-    A UserError, and what `as_known` explains, prints one line and exits with 2; Interrupted exits
-    with 75. Anything else is raised again, with the rank and the phase, and reported to torchrun.
-    """
-    status.rescue = str  # an earlier run in this process has left its own
-    handler = errors.get_error_handler()  # torchrun's
-    handler.initialize()
-    try:
-        yield
-    except Interrupted:
-        sys.exit(EXIT_INTERRUPTED)
-    except Exception as error:
-        if not isinstance(error, UserError):
-            place = f"rank {os.environ.get('RANK', '0')} of {os.environ.get('WORLD_SIZE', '1')}, "
-            place += f"in the phase {status.phase!r}{status.rescue()}"
-            known = as_known(error, place)
-            if known is None:
-                error.add_note(f"({place})")
-                handler.record_exception(error)
-                raise
-            error = known
-        if error.local or os.environ.get("LOCAL_RANK", "0") == "0":
-            message = one_line(str(error))
-            if len(message) > 1000:
-                message = f"{message[:500]} ... {message[-400:]}"
-            tqdm.write(f"error: {message}", sys.stderr)
-        sys.exit(2)
-    finally:
-        faulthandler.cancel_dump_traceback_later()
-
-
-def as_known(error: Exception, place: str) -> UserError | None:
-    """Return what a user can do about an error of a library, or None for an unknown one.
-
-    Known are: too little memory, a lost connection to another rank (whose message has the cause),
-    and what could not be loaded.
-
-    Args:
-        place: the rank and the phase.
-    """
-    if isinstance(error, torch.OutOfMemoryError):
-        return UserError(f"{place}: {OUT_OF_MEMORY} ({first_line(error)})", local=True)
-    if isinstance(error, dist.DistError) or "gloo/transport" in str(error):
-        # torchrun takes the rank that ended first for the root cause, and counts whole seconds.
-        time.sleep(2)
-        reason = "another rank has ended; its message has the reason"
-        if "timed out" in str(error).lower():
-            reason = f"--collective_timeout: {status.late or first_line(error)}"
-        return UserError(f"{place}: {reason}", local=True)
-    if status.phase == "load" and isinstance(error, (OSError, ValueError, ImportError)):
-        raised = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{os.path.basename(raised.filename)} line {raised.lineno}"
-        return UserError(f"{first_line(error)} ({where})", local=True)
-    return None
 
 
 class Interrupt:

@@ -3,7 +3,7 @@ training loop.
 """
 
 import math
-from typing import TYPE_CHECKING, Any, Callable, Iterator, NoReturn
+from typing import Any, Callable, Iterator, NoReturn
 
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
@@ -13,13 +13,9 @@ from plumbing.data.cache import LISTS, column
 from plumbing.models import loading, speed
 from plumbing.rollout.batch import Batch
 from plumbing.run import checkpoints, folder, ranks
+from plumbing.run.command import check_rules
 from plumbing.run.log import RunLog, as_logged, check_track
 from plumbing.run.metrics import sample_rows, token_rows
-
-if TYPE_CHECKING:  # imported where a flag or a function asks for it
-    from datasets import Dataset
-
-    from extras.vllm.sampling import VllmSampling
 
 
 class Run:
@@ -36,7 +32,8 @@ class Run:
     """
 
     def __init__(self, args: Any, script: str, world: utils.World):
-        """Find the run's folder and the checkpoint to continue from, without creating anything.
+        """Check the rules between flags; find the run's folder and the checkpoint to continue from,
+        without creating anything.
 
         Args:
             args: the flags of a script: those of plumbing.cli.RunArgs, and more.
@@ -45,6 +42,7 @@ class Run:
         ranks.begin_phase("load", world)
         if world.size > 1:
             ranks.watch(world)
+        check_rules(args)
         utils.say(f"Loopwise {utils.VERSION}: loading {args.model}")
         self.args = args
         self.script = script
@@ -65,7 +63,7 @@ class Run:
         tokenizer: PreTrainedTokenizerBase,
         models: dict,
         optimizers: dict[str, utils.Optimizer],
-        engine: "VllmSampling | None" = None,
+        engine: Any = None,
         evaluate: Callable | None = None,
     ):
         """Load the checkpoint, if there is one, and open the logs.
@@ -74,7 +72,7 @@ class Run:
             models: what a checkpoint holds, by the name of its folder; "" is the model that the run
                 trains.
             optimizers: those of the models of the same names.
-            engine: the rollout engine, whose failure ends the run.
+            engine: a VllmSampling, whose failure ends the run; None where the model samples.
             evaluate: returns metrics and sample rows; None where there is nothing to evaluate on.
         """
         self.evaluate = evaluate
@@ -96,7 +94,7 @@ class Run:
         }
         if self.checkpoint:
             self.state |= checkpoints.load_checkpoint(
-                self.checkpoint, self.world, tokenizer, models, optimizers
+                self.checkpoint, tokenizer, models, optimizers
             )
         step = self.state["step"]
         self.world.on_main(
@@ -110,15 +108,13 @@ class Run:
             optimizer.adam.register_step_pre_hook(lambda *_: self.state.update(whole=False))
         ranks.status.rescue = self.rescue
 
-    def check_rows(
-        self, rows: "Dataset", held_out: "Dataset", supervised: "Dataset | None" = None
-    ) -> None:
+    def check_rows(self, rows: Any, held_out: Any, supervised: Any = None) -> None:
         """Print how long the rows are and how often they are read; warn if they have changed since
         the run was interrupted.
 
         Args:
-            rows: the rows that steps read, prompts or pairs.
-            supervised: further rows to train on.
+            rows: a data set, prompts or pairs, which steps read. supervised: further rows to train
+                on.
         """
         named = {"rows to train on": rows, "held-out rows": held_out, "supervised rows": supervised}
         for name, part in named.items():

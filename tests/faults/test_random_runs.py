@@ -26,7 +26,7 @@ import grpo
 import ppo
 import reward_model
 import rloo
-from plumbing import cli
+from plumbing.run.command import parse
 from utils import UserError
 
 SCRIPTS = {"grpo": grpo.Args, "ppo": ppo.Args, "rloo": rloo.Args}
@@ -137,7 +137,7 @@ def passes(script: str, changes: dict, files: dict) -> bool:
     values, _ = command(script, changes, files, Path("."))
     try:
         with contextlib.redirect_stderr(open(os.devnull, "w")):
-            args = cli.parse(SCRIPTS[script], helpers.words(values))
+            args = parse(SCRIPTS[script], helpers.words(values))
             getattr(__import__(script), "check_args", lambda args: None)(args)
     except (SystemExit, UserError):
         return False

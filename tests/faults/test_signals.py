@@ -115,9 +115,8 @@ SENDING = """
 import os, signal, sys, time
 import helpers
 import grpo
-from plumbing import cli
 from plumbing.run import log as run_log
-from plumbing.run.ranks import report_errors
+from plumbing.run.command import parse, report_errors
 
 def send(calls):
     if calls == 3 and os.environ["RANK"] == "0":
@@ -131,7 +130,7 @@ run_log.RunLog.draw = lambda self: None
 helpers._before("ranks.Interrupt._handle", passed_on.append)
 helpers._before("sources.Scoring.finish", send)
 with report_errors():
-    grpo.main(cli.parse(grpo.Args))
+    grpo.main(parse(grpo.Args))
 """
 
 

@@ -39,14 +39,13 @@ from tiny_models import make_tokenizer
 
 import extras.episodes.conversations  # noqa: F401
 import extras.vllm.engine  # noqa: F401
-from plumbing import cli
 from plumbing.data.encoding import Text, encode_texts
 from plumbing.data.messages import read_messages
 from plumbing.data.rendering import Rendering
 from plumbing.processes import ForkServer
 from plumbing.rewards.sources import Scoring
 from plumbing.run import log as run_log
-from plumbing.run.ranks import report_errors
+from plumbing.run.command import parse, report_errors
 
 GAME = f"{ROOT / 'tests/support/game.py'}:Game"  # an environment
 # Thirteen sums of numbers of one and two digits.
@@ -312,7 +311,7 @@ def _main(script: str, flags: list[str], log: str, environment: dict, place: str
     elif place:
         _signal_at(place)
     run_log.RunLog.draw = lambda self: None
-    run_and_exit(report_errors()(lambda: module.main(cli.parse(module.Args, flags))))
+    run_and_exit(report_errors()(lambda: module.main(parse(module.Args, flags))))
 
 
 PRELOADED = ["helpers", "preloaded"]
@@ -538,7 +537,7 @@ def run_here(values: dict | list[str], script: str = "grpo") -> None:
                 ForkServer, "__init__", lambda *args: made.append(args[0]) or begin(*args)
             )
             patch.setattr(run_log.RunLog, "draw", lambda self: None)
-            report_errors()(lambda: module.main(cli.parse(module.Args, line)))()
+            report_errors()(lambda: module.main(parse(module.Args, line)))()
     finally:
         end_processes(*made)
         for number, handler in handlers.items():
