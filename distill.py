@@ -17,15 +17,15 @@ Deliberate choices:
    distributions.
 2. The sum over the vocabulary is exact. Logits exist for one chunk of tokens at a time: its
    gradient is computed before the next chunk. `--estimator sampled` is a policy gradient of the
-   reverse KL instead, by log-probabilities of sampled tokens. Of a teacher on a server the most
-   likely tokens are known; the others count as one (`spread_rest`).
+   reverse KL instead, by log-probabilities of sampled tokens. A teacher on a server tells its K
+   most likely tokens; all others count as one (`spread_rest`).
 3. `--temperature` is that of sampling and, with a teacher, of the loss: it divides the logits;
    `--teacher_temperature` may give the teacher another.
 4. The gradient is that of the global batch: sums are divided by counts over all ranks and
    micro-batches.
-5. A conversation that ends with the assistant is one row, and all its assistant turns train. It is
-   one row per assistant turn if the student may answer (--on_policy_share above 0), or if the chat
-   template changes earlier turns.
+5. A conversation that ends with the assistant is one row, and all its assistant turns train. But it
+   is cut into a row per assistant turn if the student may answer (--on_policy_share above 0), or if
+   the chat template changes earlier turns.
 6. Student and teacher score the same response tokens, each behind its own prompt.
 7. Nothing trains on --reward: it scores held-out responses.
 8. The student samples by the decode loop of grpo.py (`generate`).
@@ -140,7 +140,7 @@ class Args(
     alone."""
     teacher_temperature: PositiveFloat | None = None
     """Divides the logits of the teacher; default: --temperature."""
-    reward_weights = ()  # no flag here; what scores held-out responses reads it: () is 1 for each
+    reward_weights = ()  # not a flag; held-out scores read it, and () gives each source the weight 1
 
     @property
     def is_served(self) -> bool:
@@ -159,7 +159,7 @@ class Args(
 
     def rules(self) -> Iterator[tuple[object, str]]:
         """Yield the conditions that flags must meet, each with what to say otherwise."""
-        is_start = self.loaded_teacher and (
+        teacher_is_model = self.loaded_teacher and (
             os.path.realpath(self.teacher) == os.path.realpath(self.model)
         )
         yield (
@@ -192,7 +192,7 @@ class Args(
         )
         # The prompt of the teacher.
         yield (
-            self.has_teacher_prompt or self.teacher != "self" and not is_start,
+            self.has_teacher_prompt or self.teacher != "self" and not teacher_is_model,
             "--teacher is the model itself: it requires --teacher_prompt or --teacher_system_prompt",
         )
         yield (
@@ -205,7 +205,7 @@ class Args(
         )
         # A teacher with the weights of the start.
         yield (
-            not self.ref_refresh_every or (is_start and not self.lora_rank),
+            not self.ref_refresh_every or (teacher_is_model and not self.lora_rank),
             "--ref_refresh_every requires the name of --model as --teacher, and --lora_rank 0",
         )
         # A teacher on a server.
@@ -371,15 +371,15 @@ class Policy(nn.Module):
             chunks.append({name: x.detach() for name, x in outputs.items()})
         outputs = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
         losses = outputs.pop("losses")
-        # The loop above has computed the gradients g of the summed losses, by hidden states and by the
-        # head's weights. `linear` is the sum of x * g over these x: its gradients are g, and the
-        # backward pass through DDP or FSDP finds them there. A hidden state is of one token; of the
-        # head's g, each token carries an equal part.
-        linear = (hidden * torch.cat(hidden_gradients)).sum(-1)  # (tokens,)
+        # The loop above has run the backward pass of the head: it has the gradients g of the summed
+        # losses by x, the hidden states and the head's weights. The gradient of `stand_in`, the sum of
+        # x * g, is g: so the backward pass through DDP or FSDP finds g. Each token has the term of its
+        # hidden state, and an equal part of the head's term.
+        stand_in = (hidden * torch.cat(hidden_gradients)).sum(-1)  # (tokens,)
         for weight, gradient in zip(head_weights, head_gradients):
-            linear = linear + (weight * gradient).sum() / max(1, len(labels))
+            stand_in = stand_in + (weight * gradient).sum() / max(1, len(labels))
         logged = {name: forbid_gradient(name, x) for name, x in outputs.items()}
-        return {"losses": losses + (linear - linear.detach()), **logged}
+        return {"losses": losses + (stand_in - stand_in.detach()), **logged}
 
     def statistics(
         self,
@@ -684,7 +684,7 @@ def main(args: Args) -> None:
         experience = rollouts.take(step)
         batch, mask = experience.batch, experience.batch.response_mask  # (N, T)
         if experience.metrics.get("teacher/left_out") == 1:
-            run.fail(f"{teacher.failure}; no response of step {step} has any")
+            run.fail(f"{teacher.failure}; the teacher has answered for no response of step {step}")
         trainable = batch.scores.isfinite().nonzero().flatten().tolist()
 
         # ---- 2. update: epochs, mini-batches (an optimizer step each), micro-batches ----
@@ -693,7 +693,8 @@ def main(args: Args) -> None:
         updates = utils.mini_batches(
             trainable, args.mini_batch_size, args.num_epochs, (args.seed, step)
         )
-        optimizer.begin_step(step, len(updates))  # fewer where responses were left out
+        # There are fewer updates than `updates_per_step` where responses were left out.
+        optimizer.begin_step(step, len(updates))
         for number, (_, mini) in enumerate(updates):
             token_count = mask[mini].sum().item()
             for inputs, micro, last in batch.micro_batches(mini, args, world):
