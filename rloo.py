@@ -69,13 +69,11 @@ from plumbing.rollout.batch import (
     forbid_gradient,
     forward_batch,
     forward_tokens,
-    invert_distribution,
-    logits_processors,
     prompts_to_add,
     select_groups,
     unscored,
 )
-from plumbing.rollout.kv_cache import expand_cache
+from plumbing.rollout.decoding import expand_cache, invert_distribution, logits_processors
 from plumbing.run.command import parse, report_errors
 from plumbing.run.metrics import add_rollout, batch_metrics, mismatch_metrics
 from plumbing.run.setup import set_up

@@ -452,7 +452,7 @@ def test_what_a_server_does_not_answer_does_not_train(tmp_path, serve, capfd, mo
     assert "HTTP status 404" in capfd.readouterr().err
     failing = {**values, "teacher": serve(teacher, lambda _: 400), "run_name": "failing"}
     line = helpers.refused(capfd, run_here, failing, "distill")
-    assert "--teacher http://" in line and "no response of step 1 has any" in line
+    assert "--teacher http://" in line and "answered for no response of step 1" in line
 
 
 def test_servers_that_cannot_teach(tmp_path, serve, capsys, monkeypatch):
