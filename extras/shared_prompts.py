@@ -32,8 +32,8 @@ class PromptLayer(DynamicLayer):
 
 
 class ResponseLayer(DynamicLayer):
-    """A layer that puts those of the prompt before the keys and values of its responses, and does not
-    keep these: a decoder block that is recomputed finds the layer as it was.
+    """A layer that puts the keys and values of a prompt before those of its responses. It does not keep
+    the latter: a decoder block that is recomputed finds the layer as it was.
     """
 
     def __init__(self, prompt: PromptLayer):
@@ -93,10 +93,8 @@ def cut_by_prompt(
     for responses in groups.values():
         responses.sort(key=lambda i: -len(batch.samples[i].response))
         while responses:
-            prompt, longest = (
-                prompt_length(batch, responses),
-                len(batch.samples[responses[0]].response),
-            )
+            prompt = prompt_length(batch, responses)
+            longest = len(batch.samples[responses[0]].response)
             count = max(1, (budget - prompt) // longest)
             part, responses = responses[:count], responses[count:]
             if prompt * (len(part) - 1) < LEAST_SAVED * len(part) * (prompt + longest):
@@ -110,12 +108,17 @@ def cut_by_prompt(
     # With a budget of one token, each part is a micro-batch.
     cuts = utils.micro_batches(lengths, 1, world)
     micro_batches += [([i for part in cut for i in parts[part]], True) for cut in cuts]
-    # A rank without a part has to make the same passes: its row of padding begins with one token.
     return [
-        (rows, (*batch.collate(rows), *[prompt_length(batch, rows)] * shared))
+        (
+            rows,
+            (*batch.collate(rows), prompt_length(batch, rows)) if shared else batch.collate(rows),
+        )
         for rows, shared in micro_batches
     ]
 
 
 def prompt_length(batch: "Batch", rows: list[int]) -> int:
+    """Return the tokens of the prompt that responses have in common. A rank without responses has to
+    make as many passes as the others: its row of padding begins with a prompt of one token.
+    """
     return len(batch.samples[rows[0]].row["query"]) if rows else 1
