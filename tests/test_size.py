@@ -90,7 +90,7 @@ def table() -> dict[str, tuple[int, int]]:
     rows = {
         "Python outside tests, tokens": (tokens(*everything), 107_640),
         "plumbing/, tokens": (tokens("plumbing/**/*.py"), 43_620),
-        "extras/, tokens": (tokens("extras/**/*.py"), 23_390),
+        "extras/, tokens": (tokens("extras/**/*.py"), 23_330),
         "plumbing/, files": (len(plumbing), 40),
         "plumbing/, files outside of its folders": (
             sum(path.parent.name == "plumbing" for path in plumbing),
