@@ -117,8 +117,8 @@ class Args(
     teacher_system_prompt: str = ""
     """System turn of the teacher's prompt, in place of any other one."""
     ref_refresh_every: NonNegativeInt = 0
-    """Steps between refreshes of the reference, in distill.py of the teacher, from the policy
-    (TR-DPO, arXiv:2404.09656); 0 for never."""
+    """Steps between two copies of the policy's weights to the reference (distill.py: to the teacher;
+    TR-DPO, arXiv:2404.09656); 0 for never."""
     teacher_top_k: PositiveInt = 20
     """Most likely tokens of a teacher on a server that are compared one by one; all others count as
     one."""
@@ -357,9 +357,9 @@ class Policy(nn.Module):
         chunks = []
         # One empty chunk if there are no tokens.
         of_student = zip(*(x.split(CHUNK_TOKENS) for x in (hidden, labels, rollout_logprobs)))
-        for (chunk, *given), teacher_chunk in zip(of_student, of_teacher):
+        for (chunk, targets, sampled), (q_logprobs, q_tokens) in zip(of_student, of_teacher):
             chunk = chunk.detach().requires_grad_()
-            outputs = self.statistics(chunk, *given, *teacher_chunk)
+            outputs = self.statistics(chunk, targets, sampled, q_logprobs, q_tokens)
             chunk_gradient, *gradients = torch.autograd.grad(
                 outputs["losses"].sum(), [chunk, *head_weights]
             )
@@ -463,9 +463,9 @@ def teacher_chunks(
         teacher: of `load_teacher`. inputs: what it reads, the arguments of `Policy.forward`.
         micro: (n, T) by name; of a teacher on a server its answers (n, T, K), which `collect` asked.
     Returns:
-        For each chunk log-probabilities (chunk, V), or of more than V tokens, to which a teacher may
-        be padded, and None; of a teacher on a server log-probabilities (chunk, K) and their tokens
-        (chunk, K); without a teacher None and None.
+        A pair for each chunk. Of a loaded teacher: log-probabilities (chunk, V), or of more than V
+        tokens, to which a model may be padded; and None. Of a teacher on a server: log-probabilities
+        and their tokens, (chunk, K) each. Without a teacher: None and None.
     """
     if "teacher_logprobs" in micro:
         m = micro["response_mask"]
@@ -616,7 +616,7 @@ def collect(
     for row in copied:
         # Nobody has sampled them.
         outputs = {"rollout_logprobs": [math.nan] * len(row["response"])}
-        if not asked:  # --on_policy_share 0: a row may be a conversation, whose mask has holes
+        if not args.on_policy_share:  # then a row may be a conversation, whose mask has holes
             outputs["response_mask"] = row["mask"]
         text = sampler.tokenizer.decode(row["response"], skip_special_tokens=True)
         scores = dict.fromkeys(reward_sources.sources, 0.0)  # what a row gets that no source scores
@@ -627,16 +627,15 @@ def collect(
         teacher.ask(samples, sampler.world, sampler.interrupted)
     batch = Batch.from_samples(samples, model_device(sampler.model))
     if args.has_teacher_prompt and not args.is_served:
-        batch.teacher_contexts = [
-            (x.row["teacher_query"], *response)
-            for x in samples
-            for _, *response in x.contexts  # (query, tokens, mask), a single one
-        ]
+        for x in samples:
+            [(_, tokens, sampled)] = x.contexts
+            batch.teacher_contexts.append((x.row["teacher_query"], tokens, sampled))
     metrics = batch_metrics(batch, reward_sources)
     # Sources score held-out responses only: here their metrics are NaN.
     metrics = {name: x for name, x in metrics.items() if not math.isnan(x)}
     metrics["val/on_policy_share"] = len(asked) / len(rows)
-    # A response trains if it has a score. A conversation that failed has none (NaN).
+    # No source scores a response here: its scores are 0, or NaN where its conversation has failed.
+    # Such a response does not train.
     batch.scores = batch.reward_components[args.reward[0]]
     if args.is_served:
         answered = batch.tokens["teacher_logprobs"].isfinite().flatten(1).all(1)  # (N,)

@@ -96,7 +96,7 @@ VARIANTS = {
     "dppo_kl": Variant("dppo_kl", "token", "group", 0.05, 0.05),  # the same, binary KL
 }
 CHUNK_TOKENS = 512  # response tokens whose logits are held at once
-ROLLOUT_OUTPUTS = ("rollout_logprobs",)  # what `generate` stores per token; vLLM has no others
+ROLLOUT_OUTPUTS = ("rollout_logprobs",)  # what `generate` stores per token; vLLM returns no others
 MAX_LOG_RATIO = 20  # in nats: exp of more would swamp a batch
 SHRINK_AT = 0.25  # share of finished rows at which the decode loop drops them
 
@@ -145,8 +145,8 @@ class Args(
     advantage_scale: Literal["group", "batch", "none", "gdpo", "maxrl", "passk"] | None = None
     """How a score minus the mean of its group becomes an advantage. group: divided by the standard
     deviation of the group's scores; batch: by that of the step's scores; none: as it is; gdpo: each
-    reward is normalized in its group, and the weighted sum of the rewards over the step
-    (arXiv:2601.05242); maxrl: divided by the mean of the group's scores, which must not be negative
+    reward is normalized in its group, and their weighted sum is divided by its standard deviation
+    over the step (arXiv:2601.05242); maxrl: divided by the mean of the group's scores, which must not be negative
     (arXiv:2602.02710); passk: only the best response of a group has an advantage
     (arXiv:2503.19595). Default: the variant's."""
     turn_rewards: bool = False
@@ -167,9 +167,9 @@ class Args(
     """Weight of the entropy bonus."""
     entropy_target: NonNegativeFloat = 0.0
     """Target of the mean entropy per token (Skywork-OR1, arXiv:2505.22312). The weight of the bonus
-    starts at --entropy_coef. After each step it rises by 0.005 if the entropy was below the target,
-    else it falls by 0.005, within 0 and 1. After a step above the target it is not applied. 0 keeps
-    the weight fixed."""
+    starts at --entropy_coef, which must be above 0. After each step it rises by 0.005 if the entropy
+    was below the target, else it falls by 0.005, within 0 and 1. The step after one above the target
+    has no bonus in its loss. 0 keeps the weight fixed."""
 
     kl_coef: NonNegativeFloat = 0.001
     """Weight beta of the KL to the reference; 0 loads no reference model."""
@@ -186,8 +186,8 @@ class Args(
     kl_horizon: PositiveInt = 10_000
     """Responses in which --kl_target changes beta by about 20 percent at most."""
     ref_refresh_every: NonNegativeInt = 0
-    """Steps between refreshes of the reference, in distill.py of the teacher, from the policy
-    (TR-DPO, arXiv:2404.09656); 0 for never."""
+    """Steps between two copies of the policy's weights to the reference (distill.py: to the teacher;
+    TR-DPO, arXiv:2404.09656); 0 for never."""
     rollout_correction: Literal["none", "truncate", "mask", "sequence_mask", "geometric"] | None = (
         None
     )
@@ -835,18 +835,18 @@ def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) ->
     enough groups have two different scores.
 
     Args:
-        state: `Experience.state` of the previous rollout: the "position" of the next prompt.
+        state: `Experience.state` of the previous rollout.
     """
     args = sampler.args
-    position = state.get("position", 0)
-    count = args.rollout_batch_size  # prompts to sample
+    taken = 0  # prompts that the step has sampled
+    count = args.rollout_batch_size  # prompts to sample next
     samples: list[Sample] = []
     for refill in range(1 + MAX_REFILLS):
-        rows = next_prompts(prompts, step, state, position, count, args)
-        # The key of the first round has no 0: recorded runs keep their responses.
+        rows = next_prompts(prompts, step, state, taken, count, args)
+        # The first round has the key of a run without refills, and so the same responses.
         key = ("rollout", args.seed, step, refill) if refill else ("rollout", args.seed, step)
         latest = sampler.rollout(rows, args.group_size, key)
-        position += count
+        taken += count
         samples += latest.samples
         batch = Batch.from_samples(samples, latest.stopped.device)
         sums = weighted_sum(batch.reward_components, args)
@@ -864,7 +864,8 @@ def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) ->
         count = prompts_to_add(has_signal, latest, sampler)
         if not count:
             break
-    # An Experience without the groups that --filter_groups drops; `position` is for the next step.
+    position = state.get("position", 0) + taken  # where the next step begins
+    # An Experience without the groups that --filter_groups drops.
     return select_groups(batch, has_signal, sampler, step, position)
 
 
@@ -944,9 +945,9 @@ def policy_metrics(total: dict[str, float], scores: Tensor, kl_coef: float) -> d
     """Return the logged objectives of a step.
 
     Args:
-        total: of `utils.Sums`; a name that was never added reads as NaN. `add_rollout` adds "kl",
-            "surprisal" and "responses", for each response once; sums over tokens ("tokens",
-            "entropy" and so on) count it once per epoch.
+        total: of `utils.Sums`; a name that was never added reads as NaN. `add_rollout` has added
+            "kl", "surprisal" and "responses", each response once; in the other sums each response
+            counts once in each epoch.
         scores: (N,), of all responses that were sampled. kl_coef: beta of the step.
     """
     tokens = total["tokens"]
@@ -985,8 +986,8 @@ def main(args: Args) -> None:
     estimate_kl = functools.partial(kl_estimate, estimator=args.kl_estimator)
     # `sampler.correction`: --rollout_correction, or its default for the engine.
     pi_old = old_policy(args, sampler.correction, updates_per_step)
-    if "dppo" in args.loss:
-        pi_old = "sampler"  # the trust region is around the policy that sampled
+    # The trust region of DPPO is around the policy that sampled.
+    pi_old = "sampler" if "dppo" in args.loss else pi_old
     needs_start_logprobs = pi_old == "start" or kl_in == "reward"
     # Loads a checkpoint, if there is one; from then on `rollouts.take` calls `collect`. Models and
     # optimizers have names, and "" is that of the policy.
@@ -1062,9 +1063,8 @@ def main(args: Args) -> None:
                 set_gradient_sync(wrapped, last)
                 out = forward_tokens(wrapped, inputs, m, entropy=True)
                 logprobs = out["logprobs"]
-                # Where they were not computed, `logprobs` stand for them: with pi_old "current" both
-                # are the same, as no update has come before; with pi_old "sampler" only the log
-                # reads them.
+                # If they were not computed: with pi_old "current", no update has come before, and
+                # `logprobs` are the same; with pi_old "sampler", only the log reads them.
                 start_logprobs = micro.get("start_logprobs", logprobs.detach())
                 by_sampler = micro["rollout_logprobs"]
                 old_logprobs = by_sampler if pi_old == "sampler" else start_logprobs

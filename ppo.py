@@ -170,9 +170,9 @@ class Args(
     """Weight of the entropy bonus."""
     entropy_target: NonNegativeFloat = 0.0
     """Target of the mean entropy per token (Skywork-OR1, arXiv:2505.22312). The weight of the bonus
-    starts at --entropy_coef. After each step it rises by 0.005 if the entropy was below the target,
-    else it falls by 0.005, within 0 and 1. After a step above the target it is not applied. 0 keeps
-    the weight fixed."""
+    starts at --entropy_coef, which must be above 0. After each step it rises by 0.005 if the entropy
+    was below the target, else it falls by 0.005, within 0 and 1. The step after one above the target
+    has no bonus in its loss. 0 keeps the weight fixed."""
 
     kl_coef: NonNegativeFloat = 0.001
     """Weight beta of the KL to the reference; 0 loads no reference model."""
@@ -186,8 +186,8 @@ class Args(
     kl_horizon: PositiveInt = 10_000
     """Responses in which --kl_target changes beta by about 20 percent at most."""
     ref_refresh_every: NonNegativeInt = 0
-    """Steps between refreshes of the reference, in distill.py of the teacher, from the policy
-    (TR-DPO, arXiv:2404.09656); 0 for never."""
+    """Steps between two copies of the policy's weights to the reference (distill.py: to the teacher;
+    TR-DPO, arXiv:2404.09656); 0 for never."""
     rollout_correction: Literal["none", "truncate", "mask", "sequence_mask", "geometric"] | None = (
         None
     )
@@ -946,20 +946,19 @@ def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) ->
     enough groups have two different scores.
 
     Args:
-        state: `Experience.state` of the previous rollout: the "position" of the next prompt,
-            and the "score_statistics".
+        state: `Experience.state` of the previous rollout, and the "score_statistics".
     """
     args = sampler.args
-    position = state.get("position", 0)
-    count = args.rollout_batch_size  # prompts to sample
+    taken = 0  # prompts that the step has sampled
+    count = args.rollout_batch_size  # prompts to sample next
     samples: list[Sample] = []
     earlier = state.get("score_statistics", [0.0, 0.0, 0.0])  # of the steps before
     for refill in range(1 + MAX_REFILLS):
-        rows = next_prompts(prompts, step, state, position, count, args)
+        rows = next_prompts(prompts, step, state, taken, count, args)
         # The first round has the key of a run without refills, and so the same responses.
         key = ("rollout", args.seed, step, refill) if refill else ("rollout", args.seed, step)
         latest = sampler.rollout(rows, args.group_size, key)
-        position += count
+        taken += count
         samples += latest.samples
         batch = Batch.from_samples(samples, latest.stopped.device)
         sums = weighted_sum(batch.reward_components, args)
@@ -970,6 +969,7 @@ def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) ->
         count = prompts_to_add(has_signal, latest, sampler)
         if not count:
             break
+    position = state.get("position", 0) + taken  # where the next step begins
     experience = select_groups(batch, has_signal, sampler, step, position)
     experience.state["score_statistics"] = statistics
     return experience
@@ -990,9 +990,9 @@ def policy_metrics(total: dict[str, float], scores: Tensor, kl_coef: float) -> d
     """Return the logged objectives of a step.
 
     Args:
-        total: of `utils.Sums`; a name that was never added reads as NaN. `add_rollout` adds "kl",
-            "surprisal" and "responses", for each response once; sums over tokens ("tokens",
-            "entropy" and so on) count it once per epoch.
+        total: of `utils.Sums`; a name that was never added reads as NaN. `add_rollout` has added
+            "kl", "surprisal" and "responses", each response once; in the other sums each response
+            counts once in each epoch.
         scores: (N,), of all responses that were sampled. kl_coef: beta of the step.
     """
     tokens = total["tokens"]

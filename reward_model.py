@@ -202,7 +202,7 @@ def load_scorer(
     # transformers' forward looks for the pad token, and would take a stop token of the same id for
     # padding.
     config.pad_token_id = None if tokenizer.pad_token_id in stop_ids else tokenizer.pad_token_id
-    # Read by code that scores text: the score is that at this token.
+    # The token that a text ends with; what scores texts reads it in the config.
     config.score_token = stop_ids[0]
     if not saved:  # statistics that --model brought are not of this model
         for name in ("score_mean", "score_std"):

@@ -387,8 +387,8 @@ class AdaptiveEntropy:
     """
 
     def __init__(self, args: Any, state: dict):
-        """`state`: of the run, which keeps `weight`, which each step changes, and `coef`
-        for a resume.
+        """`state`: of the run; `weight`, which each step changes, and `coef` are saved there for a
+        resume.
         """
         self.target = args.entropy_target
         self.state = state
@@ -447,7 +447,8 @@ def micro_batches(lengths: list[int], token_budget: int, world: World) -> list[l
     """
     # Longest first: memory problems show at once.
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    # Each rank has one sequence at each place. (places,), the greatest length at a place.
+    # Place k holds order[k * size : (k + 1) * size], a sequence for each rank. (places,): the greatest
+    # length at each place.
     longest = np.array([lengths[i] for i in order[:: world.size]])
     # Dynamic programming over cut positions: cost[i] is the minimum for the first i places, and
     # last_cut[i] the place where the last micro-batch of that minimum begins.

@@ -40,8 +40,8 @@ from plumbing.rewards import sources
 from plumbing.run.command import parse, report_errors
 
 LARGEST_BODY = 1 << 26  # bytes of a request
-PART = 32  # responses of a request that are scored together
-PARTS = 4  # of a client that are scored at the same time
+PART = 16  # responses of a request that are scored together
+PARTS = 8  # of a client that are scored at the same time, 2 of each request
 # Connections that wait for the rest of a request, of which the oldest are closed: half of the file
 # descriptors that a process has by default.
 MOST_WAITING = 512
@@ -143,21 +143,23 @@ async def serve(scorer: Scorer, listener: socket.socket) -> None:
             raise web.HTTPUnauthorized(text="REWARD_API_KEY is not the one of the server")
         body = await request.read()
         busy.add(request.protocol)
-        scores = []
+        two = asyncio.Semaphore(2)  # else processes would wait for the last row of each part
+
+        async def score_part(i: int) -> list[float | None]:
+            async with two, turns[request.remote]:
+                return await asyncio.to_thread(scorer.score, asked, places[i : i + size])
+
         try:
             asked = Request.model_validate(json.loads(body))
             places = range(len(asked.src))
             size = sources.Source.most if scorer.reward_sources.whole else PART
-            for i in places[::size]:
-                async with turns[request.remote]:
-                    part = places[i : i + size]
-                    scores.extend(await asyncio.to_thread(scorer.score, asked, part))
+            parts = await asyncio.gather(*map(score_part, places[::size]))
         except (utils.UserError, ValueError, RecursionError) as error:
             status = 400 if isinstance(error, utils.UserError) else 422
             return web.Response(text=f"{type(error).__name__}: {error}"[:1000], status=status)
         finally:
             busy.remove(request.protocol)
-        return web.json_response({"error_code": 0, "error_msg": "Success", "score": scores})
+        return web.json_response({"error_code": 0, "error_msg": "Success", "score": sum(parts, [])})
 
     async def health(_) -> web.Response:
         whole = scorer.reward_sources.whole

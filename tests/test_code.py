@@ -137,7 +137,7 @@ sandbox.libc.prctl(4, 0, 0, 0, 0)
 print(json.dumps(sandbox.open_limits()), flush=True)
 for line in sys.stdin:
     try:
-        results = list(sandbox.run(*json.loads(line))[0])
+        _, *results = sandbox.run(*json.loads(line))
     except RuntimeError as error:
         results = [str(error)]
     print(json.dumps(results), flush=True)
@@ -208,7 +208,7 @@ def test_limits_are_in_force(caller, code, output):
 
 def test_the_time_limit_keeps_what_was_printed():
     code = "print(1, flush=True)\nimport time; time.sleep(60 * int(input()))"
-    assert list(sandbox.run(code, "01", 4.0)[0]) == [(0, "1\n"), (137, "1\n")]
+    assert [*sandbox.run(code, "01", 4.0)][1:] == [(0, "1\n"), (137, "1\n")]
 
 
 def test_the_limit_of_cpu_time(tmp_path, monkeypatch):
@@ -240,7 +240,9 @@ def test_no_further_input_after_the_first_wrong_output():
     code = f"""
 import resource
 from extras.verifiers import sandbox
-print({{(status, len(text)) for status, text in sandbox.run({bomb!r}, [""] * 12, 60.0)[0]}})
+results = sandbox.run({bomb!r}, [""] * 12, 60.0)
+next(results)
+print({{(status, len(text)) for status, text in results}})
 print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
 print(open("/proc/self/status").read().partition("VmHWM:")[2].split()[0])
 """

@@ -325,6 +325,5 @@ def test_what_is_pinned_is_what_is_imported():
     renamed = {"yaml": "pyyaml", "math_verify": "math-verify"}
     assert {renamed.get(name, name) for name in modules - others} == PINNED.keys() - {
         "wandb",
-        "sympy",  # of math-verify, whose verdicts it decides
-        "latex2sympy2_extended",
+        "latex2sympy2_extended",  # of math-verify, whose verdicts it decides
     }

@@ -36,19 +36,23 @@ from plumbing.rewards.answers import final_text
 from plumbing.rewards.verifiers import Verifier
 
 HARNESS = Path(__file__).with_name("harness.py").read_text()
-Text = Annotated[str, pydantic.BeforeValidator(lambda x: "\n".join(x) if is_lines(x) else x)]
+Text = Annotated[
+    str | list[str], pydantic.AfterValidator(lambda x: x if isinstance(x, str) else "\n".join(x))
+]
 # What asserts cannot use, as they are not in the process of the program.
 REFUSED = frozenset(
     "mock unittest.mock patch monkeypatch builtins stdin stdout redirect_stdout capsys "
-    "inspect seed".split()
+    "inspect seed setrecursionlimit getcontext modules".split()
+)
+# Classes and global names, and what is changed in one process only: an attribute of a module, as in
+# math.pi = 3, or a copy of an attribute, as in root.children.append(1) and os.environ["A"] = "1".
+CHANGED = re.compile(
+    r"(?m)^\s*(?:class|global)\s"
+    r"|\bimport\b.*\b(\w+)\n(?s:.*)\b\1\.\w+ *=(?!=)"
+    r"|\w\.\w+(?:\[[^=\n]*\] *[-+*/|&]?=(?!=)|\.(?:append|extend|insert|add|update|remove|pop|clear)\()"
 )
 LIBRARIES = "typing bisect collections functools heapq itertools math operator re string".split()
-DEFINITIONS = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Assign)
-
-
-def is_lines(value: Any) -> bool:
-    """Return whether a value is a list of texts."""
-    return isinstance(value, list) and all(isinstance(line, str) for line in value)
+DEFINITIONS = (ast.FunctionDef, ast.Import, ast.ImportFrom, ast.Assign)
 
 
 class Outputs(pydantic.BaseModel):
@@ -77,17 +81,14 @@ def read_tests(answer: Any) -> Outputs | Calls:
     if isinstance(answer, (str, list)):
         asserts = answer if isinstance(answer, str) else "\n".join(answer)
         tree = ast.parse(asserts)
+        if changed := CHANGED.search(asserts):
+            raise ValueError(
+                f"asserts with a class, global, or a change of a copy: {changed[0][-80:]!r}"
+            )
         for node in ast.walk(tree):
             match node:
                 case ast.Name(name) | ast.Attribute(attr=name) | ast.alias(name) if name in REFUSED:
                     raise ValueError(f"asserts with {name}, in another process than the program")
-                case (
-                    ast.FunctionDef(name="input")
-                    | ast.Assign(targets=[ast.Name("input")], value=ast.Lambda())
-                ):
-                    raise ValueError("asserts that define input, which the program would not find")
-                case ast.ClassDef():
-                    raise ValueError("asserts with classes, such as unittest's, are not supported")
                 case ast.Compare(ops=[ast.Is()], comparators=[ast.Name(name)]):
                     if name not in vars(builtins):
                         raise ValueError(f"asserts with 'is {name}', but values are copies")
@@ -112,20 +113,26 @@ def code(response: str, answer: Any, seconds: float = 24.0) -> float:
     tests = read_tests(answer)
     program = code_of(response)
     if isinstance(tests, Outputs):
-        results, _ = sandbox.run(program, tests.inputs, seconds)
+        results = sandbox.run(program, tests.inputs, seconds)  # type: ignore[arg-type]
+        next(results)
         # Fewer results than outputs end with one that failed.
-        return float(all(map(same_output, results, tests.outputs)))
-    libraries = LIBRARIES if tests.fn_name else ["typing"]
-    imports = [f"import {name}\nfrom {name} import *" for name in libraries]
-    for statement in ast.parse(tests.asserts).body:
-        if isinstance(statement, (ast.Import, ast.ImportFrom)):
-            imports.append(ast.unparse(statement))
+        return float(all(map(same_output, results, tests.outputs)))  # type: ignore[arg-type]
+    imports = [
+        f"import {name}\nfrom {name} import *"
+        for name in (LIBRARIES if tests.fn_name else ["typing"])
+    ]
+    read = []
+    for node in ast.walk(ast.parse(tests.asserts)):
+        match node:
+            case ast.Import() | ast.ImportFrom():
+                imports.append(ast.unparse(node))
+            case ast.Name(name, ast.Load()):
+                read.append(name)
     found = "\n".join(imports)
-    of_tests = json.dumps([tests.asserts, tests.fn_name, tests.inputs])
-    harness = f"{HARNESS}\nprovide({found!r})"
-    results, _ = sandbox.run(harness, [program], seconds, of_tests)
+    of_tests = json.dumps([tests.asserts, read, tests.fn_name, tests.inputs])
+    _, (_, printed) = sandbox.run(f"{HARNESS}\nprovide({found!r})", [program], seconds, of_tests)
     try:
-        values = json.loads(next(results)[1])
+        values = json.loads(printed)
         return float(
             len(values) == len(tests.outputs) and all(map(same_value, values, tests.outputs))
         )

@@ -1,10 +1,10 @@
 """The two processes of a program with asserts or calls: one runs the program, the other the tests.
 
-tests -> Remote, for what the program has -> a line of JSON -> functions and objects of the program
+tests -> Remote, for what the program has -> a message -> functions and objects of the program
 
-The tests never meet an object that the program has made. A process sends data as JSON, from which
-the other one makes equal data. For anything else, the other one gets a Remote, which can ask for
-calls, attributes and items.
+The tests never meet an object that the program has made. A process sends data, from which the other
+one makes equal data. For anything else, the other one gets a Remote, which can ask for calls,
+attributes and items.
 
 A request is [key in `held`, arguments, named arguments]. An answer is [result, arguments that the
 call has changed, names of the exception's classes, its arguments]. Before it answers, a process may
@@ -15,9 +15,11 @@ import builtins
 import contextlib
 import functools
 import importlib
+import io
 import json
 import operator
 import os
+import pickle
 import re
 import signal
 import sys
@@ -77,11 +79,11 @@ class Remote:
         """Ask about two objects. The program gets no value that it could agree with."""
         return ask(name, self, other) if isinstance(other, Remote) else NotImplemented
 
-    def compute(self, name: str, other: Any, reflected: bool = False):
+    def compute(self, name: str, other: Any):
         """Ask for a sum or a product. That of an object and a value has to be an object: as data it
         would be what the program likes.
         """
-        result = ask(name, other, self) if reflected else ask(name, self, other)
+        result = ask(name[1:], other, self) if name[0] == "r" else ask(name, self, other)
         are_objects = isinstance(other, Remote) or isinstance(result, Remote)
         return result if are_objects else NotImplemented
 
@@ -90,31 +92,55 @@ class Remote:
         return value in list(self.operate("iter")) if METHODS else self.operate("contains", value)
 
 
-for name in "iter next len bool str repr getitem setitem setattr instancecheck".split():
-    setattr(Remote, f"__{name}__", functools.partialmethod(Remote.operate, name))
-for name in "eq ne lt le gt ge".split():
-    setattr(Remote, f"__{name}__", functools.partialmethod(Remote.compare, name))
-for name in "add sub mul truediv floordiv mod pow matmul".split():
-    setattr(Remote, f"__{name}__", functools.partialmethod(Remote.compute, name))
-    setattr(Remote, f"__r{name}__", functools.partialmethod(Remote.compute, name, reflected=True))
+OPERATORS = {
+    Remote.operate: "iter next len bool str repr getitem setitem setattr instancecheck",
+    Remote.compare: "eq ne lt le gt ge",
+    Remote.compute: "add sub mul truediv floordiv mod pow matmul "
+    "radd rsub rmul rtruediv rfloordiv rmod rpow rmatmul",
+}
+for method, operators in OPERATORS.items():
+    for name in operators.split():
+        setattr(Remote, f"__{name}__", functools.partialmethod(method, name))
 
 
-def encode(value: Any):
+class Pickler(pickle.Pickler):
+    """Writes data of builtin types. Raises TypeError for other values."""
+
+    reducer_override = None  # type: ignore[assignment]
+
+
+class Unpickler(pickle.Unpickler):
+    """Reads what a Pickler writes. It finds nothing that a pickle could call."""
+
+    find_class = None  # type: ignore[assignment]
+
+
+def encode(message: list) -> bytes:
+    """Return a pickle of a message or, if it holds more than a Pickler writes, of its JSON."""
+    file = io.BytesIO()
+    try:
+        Pickler(file).dump(message)
+    except TypeError:
+        return pickle.dumps(json.dumps(encode_value(message)))
+    return file.getvalue()
+
+
+def encode_value(value: Any):
     """Return what `make` makes a value from: a list, an object of one key, or the value itself."""
     if type(value) in SIMPLE:
         return value
     if type(value) is list:
-        return value[:] if SIMPLE.issuperset(map(type, value)) else [encode(x) for x in value]
+        return [*map(encode_value, value)]
     if isinstance(value, Remote):
         return {"yours": [value._key]}
     if isinstance(value, type) and value in TYPES.values():
         return {"type": [value.__name__]}
     if hasattr(value, "dtype"):
-        return {"array": encode([value.tolist(), value.dtype.str, [*value.shape]])}
+        return {"array": encode_value([value.tolist(), value.dtype.str, [*value.shape]])}
     for base in type(value).__mro__:
         name = f"{base.__module__}.{base.__name__}"
         if name in PLAIN:
-            return {name: encode(PLAIN[name](value))}
+            return {name: encode_value(PLAIN[name](value))}
     held[len(held)] = value
     return {"mine": [len(held) - 1]}
 
@@ -125,12 +151,7 @@ def make(encoded: dict):
     module, _, kind = name.rpartition(".")
     if module:
         return PLAIN[name] and getattr(importlib.import_module(module), kind)(*arguments)
-    makers: dict[str, Any] = {
-        "array": array,
-        "mine": Remote,
-        "yours": held.get,
-        "type": TYPES.get,
-    }
+    makers: Any = dict(array=array, mine=Remote, yours=held.get, type=TYPES.get)
     return makers[name](*arguments)
 
 
@@ -143,7 +164,7 @@ def array(values: list, dtype: str, shape: list[int]):
 
 def ask(key: Any, /, *arguments: Any, **named: Any):
     """Return what the other process returns for a call of what it holds, or raise what it raises."""
-    send([key, encode([*arguments]), encode(named)])
+    send(encode([key, [*arguments], named]))
     result, changed, raised, reasons = receive()
     if raised:
         kind = [TYPES[name] for name in raised if name in TYPES][0]
@@ -151,37 +172,42 @@ def ask(key: Any, /, *arguments: Any, **named: Any):
         if kind is StopIteration and key != "next":
             kind = RuntimeError
         raise kind(*reasons)
-    for old, new in zip(arguments, changed):
+    for old, new in zip([*arguments, *named.values()], changed):
         if isinstance(old, (list, dict, set)):
             old.clear()
             old.__init__(new)  # type: ignore[misc]
     return result
 
 
-def send(message: list) -> None:
-    writer.write(json.dumps(message) + "\n")
+def send(message: bytes) -> None:
+    writer.write(message)
+    writer.flush()
 
 
 def receive() -> list:
     """Return the next answer, after having answered the requests that come before it."""
-    for line in reader:
-        message = json.loads(line, object_hook=make)
+    while True:
+        try:
+            message = Unpickler(reader).load()
+            if isinstance(message, str):
+                message = json.loads(message, object_hook=make)
+        except BaseException:
+            os._exit(1)  # the other process has ended: no `except` of the tests may catch this
         if len(message) == 4:
             return message
         send(answer(*message))
-    os._exit(1)  # the other process has ended: no `except` of the tests may catch this
 
 
-def answer(key: Any, arguments: list, named: dict) -> list:
+def answer(key: Any, arguments: list, named: dict) -> bytes:
     """Return the answer to a request."""
-    before = encode(arguments)
+    given = [*arguments, *named.values()]
+    before = encode(given)
     try:
-        result = encode(held[key](*arguments, **named))
-        after = encode(arguments)
-        return [result, after if after != before else [], [], []]
+        result = held[key](*arguments, **named)
+        changed = given if encode(given) != before else []
+        return encode([result, changed, [], []])
     except BaseException as error:
-        kinds = [kind.__name__ for kind in type(error).__mro__]
-        return [None, [], kinds, encode([*error.args])]
+        return encode([None, [], [x.__name__ for x in type(error).__mro__], [*error.args]])
 
 
 # ---- the process of the program ------------------------------------------------------------------
@@ -189,9 +215,8 @@ def answer(key: Any, arguments: list, named: dict) -> list:
 
 def provide(imports: str) -> None:
     """Let the program find what some imports define, as it finds builtins."""
-    found: dict[str, Any] = {}
-    exec(imports, found)
-    vars(builtins).update(found | BUILTINS)
+    exec(imports, vars(builtins))
+    vars(builtins).update(BUILTINS)
 
 
 def run_program(program: str) -> None:
@@ -199,11 +224,11 @@ def run_program(program: str) -> None:
 
     def start() -> list[str]:
         with contextlib.suppress(SystemExit):  # its functions are there to be tested
-            exec(compile(program, "code.py", "exec", dont_inherit=True), names)
+            exec(program, names)
         return [*names]
 
     held.update(vars(operator) | BUILTINS, instancecheck=type.__instancecheck__)
-    held.update(start=start, look_up=look_up)
+    held.update(start=start, look_up=look_up, define=names.__setitem__)
     receive()
 
 
@@ -215,30 +240,39 @@ def look_up(name: str):
 # ---- the process of the tests --------------------------------------------------------------------
 
 
-class Names(dict):
-    """The builtins; behind them the names of the program, and what it finds."""
+class Globals(dict):
+    """The global names of the tests. Those that they do not set are looked up in the program, and
+    those that they do not read are set there.
+    """
+
+    asked: set[str]  # that the program has
+    read: list[str]
 
     def __missing__(self, name: str):
-        if name not in self["theirs"]:
-            return vars(builtins)[name]
+        if name not in self.asked:
+            raise KeyError(name)
         if name[0].isupper():
             METHODS.clear()
         return ask("look_up", name)
 
+    def __setitem__(self, name: str, value: Any):
+        super().__setitem__(name, value)
+        # The program has all imports.
+        if name not in self.read and value is not vars(builtins).get(name):
+            ask("define", name, value)
+
 
 def run_tests(tests: str) -> None:
     """Run asserts, then calls of a function, and print the list of their values."""
-    asserts, function, calls = json.loads(tests)
-    theirs = ask("start")
-    own = Names(BUILTINS, theirs=theirs)
-    asked = set(theirs).intersection(re.findall(r"\w+", asserts))
-    if asked <= own.keys():  # asserts of functions that have names of builtins
-        for name in asked:
-            del own[name]
+    asserts, read, function, calls = json.loads(tests)
+    own = Globals(__name__="__main__")
+    own.read = read
+    asked = set(ask("start")).intersection(re.findall(r"\w+", asserts))
+    # The functions that are tested may have names of builtins.
+    own.asked = asked - BUILTINS.keys() or asked
     sys.stdout = None
-    exec(compile(asserts, "tests.py", "exec"), {"__builtins__": own, "__name__": "__main__"})
-    values = [ask("look_up", function)(*call) for call in calls]
-    os.write(1, json.dumps(values).encode())
+    exec(asserts, own)
+    os.write(1, json.dumps([ask("look_up", function)(*call) for call in calls]).encode())
     os._exit(0)
 
 
@@ -247,6 +281,6 @@ def main(run: str) -> None:
     global reader, writer
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as in `receive`
     sys.set_int_max_str_digits(0)
-    reader = open(3)
-    writer = open(4, "w", 1)
+    reader = open(3, "rb")
+    writer = open(4, "wb")
     globals()[run](sys.stdin.read())

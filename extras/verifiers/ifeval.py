@@ -84,12 +84,12 @@ def checkers(answer: Any) -> list:
     """
     from if_verifiable.ifeval.instructions_registry import INSTRUCTION_DICT
 
-    constraints = constraints_of(answer)
-    if unknown := [name for name, _ in constraints if name not in INSTRUCTION_DICT]:
-        raise ValueError(f"if-verifiable has no constraint {unknown[0]!r}")
-    found = [INSTRUCTION_DICT[name](name) for name, _ in constraints]
-    for constraint, (_, arguments) in zip(found, constraints):
-        constraint.build_description(**arguments)
+    found = []
+    for name, arguments in constraints_of(answer):
+        if name not in INSTRUCTION_DICT:
+            raise ValueError(f"if-verifiable has no constraint {name!r}")
+        found.append(INSTRUCTION_DICT[name](name))
+        found[-1].build_description(**arguments)
     return found
 
 

@@ -10,7 +10,7 @@ import re
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from plumbing.rewards.answers import final_text, gold_answer, last_boxes
+from plumbing.rewards.answers import final_text, gold_answer, last_boxes, plain_number
 from plumbing.rewards.verifiers import Verifier
 
 LIMIT = 5.0  # seconds
@@ -113,12 +113,15 @@ SPELLINGS = r"""
 (?<=[\d}])␣?dozens?\b                          →\\times␣12␣
 (?<=[\d}])␣?hundreds?\b                        →\\times␣10^{2}␣
 (?<=[\d}])␣?thousands?\b                       →\\times␣10^{3}␣
+(?<=[\d}])␣?lakhs?\b                           →\\times␣10^{5}␣
+(?<=[\d}])␣?crores?\b                          →\\times␣10^{7}␣
 (?<=[\d}])␣?millions?\b                        →\\times␣10^{6}␣
 (?<=[\d}])␣?(?:billion|bn)s?\b                 →\\times␣10^{9}␣
 (?<=[\d}])␣?trillions?\b                       →\\times␣10^{12}␣
 (?<=[\d}])␣?hal(?:f|ves)\b                     →/2␣
 (?<=[\d}])␣?thirds?\b                          →/3␣
 (?<=[\d}])␣?quarters?\b                        →/4␣
+(?<=[\d})%])␣of␣(?:the|an?|all|his|her|its|their)\b[^\d\\]*$ →
 \bRs\b\.?                                      →₹
 ^␣?(-?)␣?(\\\$|[€£¥₹])␣?(.*?)(␣per␣.*)?$       →\1\3␣\2\4
 \\\$                                           →$
@@ -211,7 +214,12 @@ def read_answer(stated: str) -> Answer:
 
 # Of a set, and of a tuple or interval.
 SET_AND_TUPLE = re.compile(r" *\\\{.*\n *[(\[]| *[(\[].*\n *\\\{")
-UNSOLVED = re.compile(r"(?=[^=]*[\d|])[^A-Za-z_\\(=]*[a-z][^A-Za-z_\\(=]*=")  # such as 2x = 6
+# Such as 2x = 6, and an inequality that has a variable twice.
+UNSOLVED = re.compile(
+    r"(?=[^=]*[\d|])[^A-Za-z_\\(=]*[a-z][^A-Za-z_\\(=]*="
+    r"|(?!.*(?:[<>]|\\[lg]e).*(?:[<>]|\\[lg]e))(?=.*(?:[<>]|\\[lg]e))"
+    r".*?(?<![A-Za-z\\])([a-z])(?![A-Za-z]).*(?<![A-Za-z\\])\1(?![A-Za-z])"
+)
 
 
 def equal(reference: Answer, stated: Answer) -> bool:
@@ -222,7 +230,9 @@ def equal(reference: Answer, stated: Answer) -> bool:
     if reference.spellings & spellings:
         return True
     gold = reference.formula
-    if unit == [("%", "")] and not reference.unit:
+    number = plain_number(gold) or 0
+    # A percent of a reference from 1 on may also be the number itself.
+    if unit == [("%", "")] and not (reference.unit or 1 <= number == plain_number(formula)):
         formula += r"\%"
     sides = re.split("=(?![^{]*})", formula)
     if (
@@ -238,24 +248,29 @@ def equal(reference: Answer, stated: Answer) -> bool:
 
 
 def parse(text: str) -> Any:
-    """Return the expression that math-verify makes of a formula, or the text that it cannot parse."""
+    """Return the expression that math-verify makes of a formula, in which i is the imaginary unit,
+    or the text that it cannot parse.
+    """
     from math_verify.parser import NormalizationConfig, normalize_latex, parse_latex_cached
+    from sympy import I, Symbol
 
+    i = Symbol("i", real=False)
     # Its list of units has c, d, h and t, and makes 2 of 2c.
     latex = normalize_latex(text, NormalizationConfig(malformed_operators=True))
     try:
-        return parse_latex_cached(latex)
+        value = parse_latex_cached(latex)
+        return value.subs(i, I) if i in value.free_symbols else value
     except Exception:  # of several libraries
         return latex
 
 
 def close(one: Any, other: Any) -> bool:
     """Return whether two numbers differ by less than 1e-5 of their size; True for what is not two
-    numbers.
+    real numbers.
     """
     with suppress(Exception):
         one, other = one.evalf(), other.evalf()
-        return bool(abs(one - other) <= 1e-5 * abs(other))
+        return one.is_imaginary or bool(abs(one - other) <= 1e-5 * abs(other))
     return True
 
 

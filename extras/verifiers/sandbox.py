@@ -141,14 +141,12 @@ libc = ctypes.CDLL(None, use_errno=True)
 LANDLOCK = libc.syscall(444, None, 0, 1)
 
 
-def run(
-    code: str, inputs: list[str], seconds: float, tests: str = ""
-) -> tuple[Iterator[tuple[int, str]], str]:
+def run(code: str, inputs: list[str], seconds: float, tests: str = "") -> Iterator[tuple[int, str]]:
     """Run a program once for each input, which it reads from stdin.
 
-    Return the (status, stdout) of each run, and what does not hold programs on this machine, "" for
-    nothing. The status is the exit code, or 128 + its number if a signal, as at a limit, ended it.
-    Who takes no further result ends the program: the next inputs are not run.
+    Yield (0, what does not hold programs on this machine, "" for nothing), then the (status,
+    stdout) of each run. The status is the exit code, or 128 + its number if a signal, as at a
+    limit, ended it. Who takes no further result ends the program: the next inputs are not run.
 
     Args:
         seconds: of wall clock, for all inputs together.
@@ -159,12 +157,6 @@ def run(
     Raise RuntimeError or OSError, also between results, if programs cannot be run, or if something
     else kills one, as the kernel does where memory runs out.
     """
-    results = start(code, inputs, seconds, tests)
-    return results, next(results)[1]
-
-
-def start(code: str, inputs: list[str], seconds: float, tests: str) -> Iterator[tuple[int, str]]:
-    """Yield (0, what does not hold programs), and then the results, see `run`."""
     # Not in the process of a program, which imports this file as well and starts faster without.
     import subprocess
     import tempfile
@@ -180,7 +172,7 @@ def start(code: str, inputs: list[str], seconds: float, tests: str) -> Iterator[
         marshal.dump([code, inputs, deadline, tests and of_tests.fileno()], job)
         job.seek(0)
         process = subprocess.Popen(
-            [sys.executable, "-I", "-Xutf8", os.path.abspath(__file__), folder],
+            [sys.executable, "-I", "-Xutf8", __file__, folder],
             stdin=job,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -221,8 +213,8 @@ def open_limits() -> str:
     """Return what does not hold programs on this machine, "" for nothing. Raise RuntimeError if
     none runs.
     """
-    results, missing = run("print(input())", ["1"], 60.0)
-    if list(results) != [(0, "1\n")]:
+    (_, missing), *results = run("print(input())", ["1"], 60.0)
+    if results != [(0, "1\n")]:
         raise RuntimeError("a program that prints what it reads does not run within the limits")
     return missing
 
@@ -243,7 +235,7 @@ def end_with_parent() -> None:
 
 
 def main(folder: str) -> None:
-    """Run the program that is on stdin, and write what `start` yields."""
+    """Run the program that is on stdin, and write what `run` yields."""
     end_with_parent()
     # Programs, too: who ends a run may send it to all of its processes.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -312,9 +304,9 @@ def run_once(
     module = types.ModuleType("__main__")
     pipes: list[int] = []
     # What each process runs, and its descriptors from 0 on.
-    jobs: list[tuple[str, list[int]]] = [(code, [stdin, stdout, 2])]
+    jobs = [(code, [stdin, stdout, 2])]
     if tests:
-        exec(compile(code, "code.py", "exec", dont_inherit=True), vars(module))
+        exec(code, vars(module))
         pipes += [*os.pipe(), *os.pipe()]
         jobs = [
             ("main('run_program')", [stdin, 2, 2, pipes[0], pipes[3]]),
@@ -336,16 +328,14 @@ def run_once(
             restrict(folder)
             sys.argv[:] = ["code.py"]
             sys.modules["__main__"] = module
-            exec(compile(source, "code.py", "exec", dont_inherit=True), vars(module))
+            exec(source, vars(module))
             sys.exit()
         children[child] = os.pidfd_open(child)
     for pipe in pipes:  # a process reads to the end once the other one has ended
         os.close(pipe)
-    poll = select.poll()
-    for process in children.values():
-        poll.register(process)
-    while not (ended := dict(poll.poll(50))) and time.monotonic() < deadline:
-        if not all(map(within_limits, children, children.values())):
+    running = [*children.values()]
+    while not (ended := select.select(running, [], [], 0.05)[0]) and time.monotonic() < deadline:
+        if not all(map(within_limits, children, running)):
             break
     for child, process in children.items():
         os.kill(child, signal.SIGKILL)
@@ -354,8 +344,8 @@ def run_once(
             raise RuntimeError("something else has killed the program or its tests")
         os.close(process)
     printed = os.pread(stdout, FILE_SIZE, 0)
-    for descriptor in (stdin, stdout):
-        os.close(descriptor)
+    os.close(stdin)
+    os.close(stdout)
     return status if status >= 0 else 128 - status, printed
 
 
@@ -368,8 +358,7 @@ def within_limits(child: int, process: int) -> bool:
     with open(f"/proc/self/fdinfo/{process}") as file:  # the number that /proc has for the child
         threads = f"/proc/{file.read().partition('Pid:')[2].split()[0]}/task"
     # See clock_getcpuclockid(3) for the clock.
-    used = time.clock_gettime(~child << 3 | 2)
-    return used < CPU_SECONDS and len(os.listdir(threads)) <= THREADS
+    return time.clock_gettime(~child << 3 | 2) < CPU_SECONDS and len(os.listdir(threads)) <= THREADS
 
 
 def restrict(folder: str) -> None:

@@ -55,17 +55,17 @@ def take_prompts(rows: Any, position: int, count: int, seed: Any, shuffle: bool 
     return [rows[i] for i in stream(len(rows), position, count, seed, shuffle)]
 
 
-def next_prompts(
-    rows: Any, step: int, state: dict, position: int, count: int, args: Any
-) -> list[Row]:
+def next_prompts(rows: Any, step: int, state: dict, taken: int, count: int, args: Any) -> list[Row]:
     """Return the next `count` prompts of a step: those of `take_prompts`, or with --pass_rates
     those that the step draws, each with its "place" among the rows.
 
     Args:
-        state: `Experience.state` of the rollout before. position: the one in `state`, and the
-            prompts that the step has taken already.
+        state: `Experience.state` of the rollout before: the "position" of the first prompt of the
+            step, and with --pass_rates the "pass_rates".
+        taken: prompts that the step has taken already.
     """
     if not args.pass_rates:
+        position = state.get("position", 0) + taken
         return take_prompts(rows, position, count, args.seed, args.shuffle)
     low, high = args.pass_rates
     rates = state.get("pass_rates", {})
@@ -74,7 +74,6 @@ def next_prompts(
     # Spirakis 2006): those with ten times the time by a tenth of the weight; not 0, as rates age.
     times = generator("pass rates", args.seed, step).exponential(size=len(rows))
     times[outside] *= 10
-    taken = position - state.get("position", 0)
     places = np.resize(times.argsort(), taken + count)[taken:]  # again, once all are taken
     return [{**rows[i], "place": i} for i in places.tolist()]
 

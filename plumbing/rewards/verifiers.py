@@ -45,9 +45,7 @@ def exact(response: str, answer) -> float:
     around it.
     """
     return float(
-        not {stated_text(response), response.strip()}.isdisjoint(
-            {gold_answer(answer), str(answer).strip()}
-        )
+        bool({stated_text(response), response.strip()} & {gold_answer(answer), str(answer).strip()})
     )
 
 

@@ -24,7 +24,7 @@ def python(code: str) -> str:
     Args:
         code: the program, which has to print its results.
     """
-    ((status, printed),), _ = sandbox.run(PROGRAM.format(code=code), [""], SECONDS)
+    _, (status, printed) = sandbox.run(PROGRAM.format(code=code), [""], SECONDS)
     return printed + (
         f"Error: the program crashed, or ran for over {SECONDS:g} s" if status > 128 else ""
     )
