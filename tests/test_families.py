@@ -1,7 +1,7 @@
 """Families of models: each trains for two steps, and is exact. With --long all of them, else a few
 that differ most.
 
-python tests/test_families.py     # writes the list of all in docs/models_and_memory.md
+python tests/test_families.py     # writes the list of all in results/families.md
 """
 
 import re
@@ -178,8 +178,8 @@ def test_models_that_the_decode_loop_cannot_run_are_refused(kind, tmp_path, caps
 
 
 def write_list() -> None:
-    """Put the list in place of the one of the page."""
-    page = Path(__file__).parent.parent / "docs/models_and_memory.md"
+    """Put the list in place of the one of results/families.md."""
+    page = Path(__file__).parent.parent / "results/families.md"
     by_difference = {}
     for family in FAMILIES:
         with tempfile.TemporaryDirectory() as folder:
