@@ -15,7 +15,7 @@ from pathlib import Path
 from conftest import ROOT
 
 SCRIPTS = {
-    "grpo": 6_180,
+    "grpo": 6_190,
     "rloo": 5_800,
     "ppo": 7_700,
     "distill": 4_290,
