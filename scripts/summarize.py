@@ -20,6 +20,7 @@ from plumbing.run.log import read_args, read_log, replace_file
 BY_STEP = (
     "eval/",
     "objective/scores",
+    "objective/divergence",
     "val/sequence_lengths",
     "val/explained_variance",
     "train/loss",

@@ -366,7 +366,7 @@ def test_remax_has_its_baseline_at_the_same_prompt(batch, monkeypatch):
     rollouts = []
     rollout = Sampler.rollout
     monkeypatch.setattr(
-        Sampler, "rollout", lambda *args: rollouts.append(rollout(*args)) or rollouts[-1]
+        Sampler, "rollout", lambda *x, **y: rollouts.append(rollout(*x, **y)) or rollouts[-1]
     )
     rloo.collect(sampler, [row_of(make_tokenizer(), mode="adds")], 1, {})
     assert [sample.row["prompt"] for made in rollouts for sample in made.samples] == [
