@@ -225,6 +225,24 @@ def test_servers_and_an_agent_on_other_nodes(five_nodes, tmp_path, monkeypatch):
         assert 0 < row["reward/episode"] <= 1 and row["rollout/sync_gb"] > 0
 
 
+def test_the_address_at_which_servers_reach_a_run(monkeypatch):
+    """That of a connection to a server on another machine, where there is one."""
+    connected = []
+
+    @contextlib.contextmanager
+    def connect(address):
+        connected.append(address)
+        own = "127.0.0.1" if address[0] == "localhost" else "10.0.0.9"
+        yield types.SimpleNamespace(getsockname=lambda: (own, 4000))
+
+    monkeypatch.setattr(vllm_servers.socket, "create_connection", connect)
+    urls = ["http://localhost:8000", "https://far", "http://never-asked:1"]
+    assert vllm_servers.own_address(urls[:1]) == "127.0.0.1"
+    assert vllm_servers.own_address(urls) == "10.0.0.9" and connected[-1] == ("far", 443)
+    monkeypatch.setenv("VLLM_HOST_IP", "10.0.0.7")
+    assert vllm_servers.own_address(urls) == "10.0.0.7"
+
+
 # ---- servers behind a network that harms ---------------------------------------------------------
 
 
