@@ -272,13 +272,13 @@ class Scoring:
                 self._start(name, [sample])
 
     def _start(self, name: str, samples: list) -> None:
-        """Have a source score some samples. A call begins only where those that have begun cannot take
-        all that wait: each costs a wake-up of the event loop.
+        """Have a source score a sample, or all of a source that is `whole`. A further call begins only
+        if those that have begun cannot take all that wait: each wakes the event loop.
         """
         most = self.reward_sources.sources[name].most
         with self.lock:
             self.waiting[name] += samples
-            while len(self.waiting[name]) > self.begun[name] * most:
+            if len(self.waiting[name]) > self.begun[name] * most:
                 self.begun[name] += 1
                 self.jobs.append(self.reward_sources.loop.start(self._score(name)))
 
