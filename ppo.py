@@ -1027,7 +1027,7 @@ def main(args: Args) -> None:
     # `wrapped`: the policy as it trains, in DDP on several ranks without --shard.
     policy, wrapped, reference = parts.policy, parts.wrapped, parts.reference
     critic = load_critic(
-        args, run.checkpoint, precision.base_dtype(args), parts.sharding.load_device
+        args, run.checkpoint, precision.trained_dtype(args), parts.sharding.load_device
     )
     wrapped_critic = parts.sharding.wrap(critic)
     parts.models["critic"] = critic.scalar.model  # a checkpoint holds it, too

@@ -225,7 +225,12 @@ def main(args: Args) -> None:
     precision = loading.precision(args.precision, world.device)
     sharding = Sharding(args, world, precision)
     scorer = load_scorer(
-        args, tokenizer, stop_ids, run.checkpoint, precision.base_dtype(args), sharding.load_device
+        args,
+        tokenizer,
+        stop_ids,
+        run.checkpoint,
+        precision.trained_dtype(args),
+        sharding.load_device,
     )
     config = scorer.model.config
     wrapped = sharding.wrap(scorer)

@@ -44,7 +44,7 @@ class Precision(NamedTuple):
         """The format of weights that do not train: that of matrix products."""
         return self.compute_dtype or self.param_dtype
 
-    def base_dtype(self, args: ModelArgs) -> torch.dtype:
+    def trained_dtype(self, args: ModelArgs) -> torch.dtype:
         """Return the format in which a model that trains is loaded. LoRA freezes its weights."""
         return self.frozen_dtype if args.lora_rank else self.param_dtype
 
@@ -204,7 +204,7 @@ def load_policy(
         The policy, and what trains it: the policy itself or its DDP wrapper.
     """
     name = args.model if args.lora_rank else checkpoint or args.model
-    model = load_model("--model", name, precision.base_dtype(args), sharding.load_device)
+    model = load_model("--model", name, precision.trained_dtype(args), sharding.load_device)
     check_head(f"--model {args.model}", model)
     add_adapter(model, args)
     policy = make_policy(model)
