@@ -146,8 +146,8 @@ class Args(
     """How a score minus the mean of its group becomes an advantage. group: divided by the standard
     deviation of the group's scores; batch: by that of the step's scores; none: as it is; gdpo: each
     reward is normalized in its group, and their weighted sum is divided by its standard deviation
-    over the step (arXiv:2601.05242); maxrl: divided by the mean of the group's scores, which must not be negative
-    (arXiv:2602.02710); passk: only the best response of a group has an advantage
+    over the step (arXiv:2601.05242); maxrl: divided by the mean of the group's scores, which must
+    not be negative (arXiv:2602.02710); passk: only the best response of a group has an advantage
     (arXiv:2503.19595). Default: the variant's."""
     turn_rewards: bool = False
     """Give each turn of an --environment an advantage of its own, in place of one for the whole
@@ -589,10 +589,8 @@ class Policy(nn.Module):
         # `nonzero` waits for the GPU. It comes first, so it does not wait for the forward pass.
         rows, positions = response_mask.nonzero(as_tuple=True)  # (tokens,)
         labels = input_ids[rows, positions]
-        hidden = last_hidden_states(self.model, input_ids, shared)  # (N, L, H)
-        hidden = hidden[
-            rows, positions - 1
-        ]  # (tokens, H): a token is predicted one position before
+        # A token is predicted at the position before. (tokens, H)
+        hidden = last_hidden_states(self.model, input_ids, shared)[rows, positions - 1]
         statistics = self.statistics
         # In the backward pass logits are computed anew, unless a single chunk holds them all.
         if self.recompute_logits and len(labels) > CHUNK_TOKENS:

@@ -626,10 +626,8 @@ class Policy(nn.Module):
         # `nonzero` waits for the GPU. It comes first, so it does not wait for the forward pass.
         rows, positions = response_mask.nonzero(as_tuple=True)  # (tokens,)
         labels = input_ids[rows, positions]
-        hidden = last_hidden_states(self.model, input_ids, shared)  # (N, L, H)
-        hidden = hidden[
-            rows, positions - 1
-        ]  # (tokens, H): a token is predicted one position before
+        # A token is predicted at the position before. (tokens, H)
+        hidden = last_hidden_states(self.model, input_ids, shared)[rows, positions - 1]
         statistics = self.statistics
         # In the backward pass logits are computed anew, unless a single chunk holds them all.
         if self.recompute_logits and len(labels) > CHUNK_TOKENS:
