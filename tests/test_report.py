@@ -209,7 +209,7 @@ def test_clicks(chromium, three, width):
     assert page.locator("#charts .uplot").count() == page.locator("#charts .card").count() == 7
     assert inner("#time").count("3.3 s a step") == 3  # an evaluation of 1.2 s every four steps
     # Curves: a band for two seeds; smoothed, with logarithms, a run hidden, a metric found.
-    card = '[data-metric="objective/scores"]'
+    card = '.card:has([title="objective/scores"])'
     page.locator(f"{card} canvas").wait_for()
     assert "0.625 ± 0.0354" in inner(f"{card} .readout")
     page.wait_for_timeout(200)
@@ -233,17 +233,17 @@ def test_clicks(chromium, three, width):
     assert "--learning_rate" in inner("#argument-table") and page.locator("tr.between").count() == 3
     assert page.locator("#argument-table td >> text=--learning_rate").bounding_box()["height"] < 40
     # Samples: search, kind, reason, run, order. What a model writes is text here.
-    listed = lambda: page.locator("#sample-list li[data-id]").count()
+    listed = lambda: page.locator("#sample-list label").count()
     assert listed() == 3 * (24 + 3) and inner("#sample-count") == "81 of 81 samples of 12 steps"
     page.fill("#filter-text", "ANSWER 4")
     assert listed() == 3 and inner("#sample mark") == "answer 4"
     page.fill("#filter-text", "")
-    page.select_option("#filter-kind", "held-out")
+    page.select_option("#filter-held_out", "true")
     assert listed() == 9
-    page.select_option("#filter-kind", "")
-    page.select_option("#filter-reason", "length")
+    page.select_option("#filter-held_out", "")
+    page.select_option("#filter-stop_reason", "length")
     assert "</script><b>bold</b>" in inner("#sample") and not page.locator("#sample b").count()
-    page.select_option("#filter-reason", "done")
+    page.select_option("#filter-stop_reason", "done")
     page.select_option("#filter-run", "1")
     page.select_option("#filter-order", "oldest step")
     assert listed() == 12 and "step 0" in inner("#sample-list li >> nth=0")
@@ -255,11 +255,11 @@ def test_clicks(chromium, three, width):
     ]
     assert turns == [["assistant", "29"], ["user", "?"], ["assistant", "5"]]
     # Two responses to a prompt, side by side.
-    page.select_option("#filter-reason", "stop")
+    page.select_option("#filter-stop_reason", "stop")
     page.select_option("#filter-order", "newest step")
     assert inner("#same-prompt thead").split() == "run step math ended by response".split()
     page.click("#same-prompt tr >> text=answer 8 >> nth=0")
-    assert page.locator("#same-prompt [aria-selected]").count() == 2
+    assert page.locator('#same-prompt [aria-selected="true"]').count() == 2
     assert [page.locator("#sample .card .text-block").nth(i).inner_text() for i in (0, 1)] == [
         "answer 0",
         "answer 8",
@@ -289,12 +289,27 @@ def test_tokens(chromium, tmp_path, width):
     assert cards.count() == 4 and page.input_value("#colour") == "push"
     assert classes(0) == [["down"], ["down", "clipped"], ["none"], ["down"]]
     assert classes(1)[0] == ["up"] and classes(3) == [["none"]] * 4
-    assert page.inner_text("#highest") == "≥ 0.503"  # 1 - exp(-0.7)
+    assert page.inner_text("#lowest") == "-0.503" and page.inner_text("#highest") == "0.503"
+    assert "blue: more likely" in page.inner_text("#scale")
+    assert "4 responses of a group at step 2; mean math 0.5; advantages -1 to 2" in page.inner_text(
+        "#sample"
+    )
+    assert [cards.nth(i).inner_text().count("chosen in the list") for i in range(4)] == [1, 0, 0, 0]
     assert [cards.nth(i).inner_text().count("advantage -1") for i in range(4)] == [1, 0, 0, 0]
     cards.nth(2).locator("span.up").first.hover()
-    assert '1: "4"' in page.inner_text("#token") and "probability) 0.503" in page.inner_text(
-        "#token"
-    )
+    assert page.inner_text("#token").split("\n") == [
+        '1: "4"',
+        "push: 0.503",  # 1 - exp(-0.7)
+        "advantage: 1",
+        "log-prob by sampler: -0.5 (60.7%)",
+        "log-prob by policy: -0.7 (49.7%)",
+        "clipped: no",
+        "policy - sampler: -0.2",
+        "weight: 1",
+        "my_number: 0.2",
+    ]
+    page.keyboard.press("Escape")
+    assert page.locator("#token").is_hidden()
     cards.nth(0).locator(".tokens").focus()
     for _ in range(3):
         page.keyboard.press("ArrowRight")
@@ -302,9 +317,9 @@ def test_tokens(chromium, tmp_path, width):
     # A number of a fork, another order, the same prompt in another run, plain text.
     page.select_option("#colour", "my_number")
     page.select_option("#filter-order", "step 1")
-    assert "up" in classes(3)[0] and page.inner_text("#highest") == "≥ 0.2"
+    assert "up" in classes(3)[0] and page.inner_text("#highest") == "0.2"
     page.click("#same-prompt tr:has(td:text-is('b')) >> nth=1")
-    chosen = "[...document.querySelectorAll('#sample .card')].map(card => card.dataset.sample)"
+    chosen = "[...document.querySelectorAll('#sample .card')].map(card => card.id)"
     assert page.evaluate(chosen) == ["a/false/2/0", "b/false/1/1"]
     page.reload()
     assert page.evaluate(chosen) == ["a/false/2/0", "b/false/1/1"]
@@ -312,6 +327,57 @@ def test_tokens(chromium, tmp_path, width):
     page.select_option("#colour", "")
     assert not page.locator(".tokens").count() and page.locator("#scale").is_hidden()
     assert page.evaluate("document.documentElement.scrollWidth") <= width and not errors
+    page.close()
+
+
+def test_every_step_of_a_long_run_can_be_reached(chromium, tmp_path):
+    """The list says that it is cut; a step or a search shows the rest; keys move in it. One run has
+    no column of its name.
+    """
+    report.main((make_group(tmp_path / "a", 100),), str(tmp_path / "page.html"))
+    page = chromium.new_page(viewport={"width": 390, "height": 900})
+    page.set_default_timeout(60_000)
+    page.goto(f"file://{tmp_path / 'page.html'}")
+    last = page.locator("#sample-list li").last
+    chosen = lambda: page.locator("#sample-list li:has(:checked)").inner_text()
+    top = "document.getElementById('sample-list').scrollTop"
+    assert page.inner_text("#sample-count").startswith("400 of 400 samples")
+    assert last.inner_text().startswith("the first 300 of 400 samples")
+    last.scroll_into_view_if_needed()
+    page.select_option("#colour", "clipped")  # keeps the place in the list, unlike another order
+    assert page.evaluate(top) > 0
+    page.select_option("#filter-order", "score -1")
+    assert page.evaluate(top) == 0
+    page.fill("#filter-step", "7")
+    assert page.locator("#sample-list label").count() == 4
+    assert last.inner_text().startswith("the first 4 of 4 samples")
+    page.locator("#sample-list label").first.click()
+    page.keyboard.press("ArrowDown")
+    assert "step 7 · 1" in chosen() and page.inner_text("#sample .chosen").count("advantage 2") == 1
+    page.keyboard.press("ArrowDown")
+    assert "step 7 · 0" in chosen()
+    assert page.inner_text("#same-prompt thead").split()[0] == "step"
+    page.close()
+
+
+def test_the_colours_of_a_group(chromium, tmp_path):
+    """By the root of a number in the largest of the group; the legend says if nothing is clipped."""
+    run = make_group(tmp_path / "a", 1)
+    rows = [
+        row | {"advantages": [-1, 0.25, None, 0.04], "clipped": [0] * 4}
+        for row in read_lines(tmp_path / "a/tokens.jsonl")
+    ]
+    write_rows(tmp_path / "a/tokens.jsonl", rows)
+    report.main((run,), str(tmp_path / "page.html"))
+    page = chromium.new_page()
+    page.set_default_timeout(60_000)
+    page.goto(f"file://{tmp_path / 'page.html'}")
+    page.select_option("#colour", "advantages")
+    spans = "[...document.querySelectorAll('.card:first-child .block span')]"
+    shares = page.evaluate(f"{spans}.map(span => parseFloat(span.style.getPropertyValue('--w')))")
+    assert shares == [75, 38, 0, 15]
+    page.select_option("#colour", "clipped")
+    assert "no token of these was clipped" in page.inner_text("#scale")
     page.close()
 
 

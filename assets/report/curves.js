@@ -1,7 +1,6 @@
 // Curves: a card for each metric, a line for each run, or the mean of runs that differ by their seed alone in a band.
 const METRICS = [...new Set(RUNS.flatMap((run) => Object.keys(run.metrics)))];
 const GROUPS = [...new Set(RUNS.map((run) => run.group))].map((number) => RUNS.filter((run) => run.group === number));
-let cards = []; // {key, place, readout, plot}
 
 /** Return the points of a run's metric as a map, smoothed by an exponential moving average without bias. */
 function points(run, key, weight, log) {
@@ -31,11 +30,15 @@ function lines(key) {
   }).filter((line) => line.values.size);
 }
 
+/** Return a card, which `draw` fills once it has a place in the page. */
+const makeCard = (key) =>
+  element("div", { className: "card", key }, element("h3", { title: key }, DATA.titles[key] || key), div("readout"), div("plot"));
+
 /** Draw a card anew, at its width now, unless it is folded away. */
 function draw(card) {
+  const [, readout, place] = card.children;
   card.plot?.destroy();
-  card.plot = null;
-  if (card.place.closest("details:not([open])")) return;
+  if (card.closest("details:not([open])")) return;
   const all = lines(card.key);
   const steps = [...new Set(all.flatMap((line) => [...line.values.keys()]))].sort((a, b) => a - b);
   const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -58,35 +61,26 @@ function draw(card) {
   const show = (step) => {
     const at = (line) => (step === null ? [...line.values.values()].at(-1) : line.values.get(step));
     const parts = all.filter(at).flatMap((line) => [dot(line.number), at(line)[3]]);
-    card.readout.replaceChildren(step === null ? "last" : `step ${step}`, ...parts);
+    readout.replaceChildren(step === null ? "last" : `step ${step}`, ...parts);
   };
   const options = {
-    width: card.place.clientWidth, height: 196, padding: [8, 20, 0, 0], series, bands, legend: { show: false },
+    width: place.clientWidth, height: 196, padding: [8, 20, 0, 0], series, bands, legend: { show: false },
     scales: { x: { time: false }, y: $("log").checked ? { distr: 3 } : card.key.includes("accuracy") ? { range: [0, 1] } : {} },
     axes: [{ ...axis, size: 28 }, { ...axis, size: 48 }],
-    cursor: { sync: { key: "step" }, drag: { x: true, y: false } },
+    cursor: { y: false, sync: { key: "step" }, drag: { x: true, y: false } },
     hooks: { setCursor: [(plot) => show(steps[plot.cursor.idx] ?? null)] },
   };
-  card.plot = new uPlot(options, data, card.place);
+  card.plot = new uPlot(options, data, place);
   show(null);
 }
 
-/** Return a card, which `redraw` draws once it has a place in the page. */
-function makeCard(key) {
-  const place = element("div", { class: "plot" });
-  const readout = element("div", { class: "readout" });
-  cards.push({ key, place, readout, plot: null });
-  return element("div", { class: "card", "data-metric": key }, element("h3", {}, DATA.titles[key] || key), readout, place);
-}
-
-const redraw = () => cards.forEach(draw);
+const redraw = () => document.querySelectorAll("#curves .card").forEach(draw);
 
 function showCards() {
   const query = $("metric-search").value.toLowerCase();
   const matches = METRICS.filter((key) => `${key} ${DATA.titles[key] || ""}`.toLowerCase().includes(query));
   const main = query ? matches : Object.keys(DATA.titles).filter((key) => METRICS.includes(key));
   const more = matches.filter((key) => !main.includes(key)).sort();
-  cards = [];
   $("charts").replaceChildren(...main.map(makeCard));
   $("more").firstElementChild.textContent = `${more.length} more metrics`;
   $("more").lastElementChild.replaceChildren(...more.map(makeCard));

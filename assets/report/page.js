@@ -5,13 +5,9 @@ const DATA = JSON.parse(document.getElementById("data").textContent);
 const RUNS = DATA.runs;
 const $ = (id) => document.getElementById(id);
 
-/** Return an element; attributes that start with "on" are listeners; children are elements, texts or null. */
-function element(tag, attributes = {}, ...children) {
-  const made = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) {
-    if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
-    else if (value !== null && value !== false) made.setAttribute(name, value);
-  }
+/** Return an element with some properties; its children are elements, texts or null. */
+function element(tag, properties = {}, ...children) {
+  const made = Object.assign(document.createElement(tag), properties);
   made.append(...children.flat().filter((child) => child !== null));
   return made;
 }
@@ -22,5 +18,6 @@ function format(x) {
   return Math.abs(x) >= 1000 ? Math.round(x).toLocaleString("en") : String(Number(x.toPrecision(3)));
 }
 
-const dot = (number) => element("span", { class: "dot", style: `background: var(--c${number % 8})` });
+const div = (className, ...children) => element("div", { className }, ...children);
+const dot = (number) => element("span", { className: "dot", style: `background: var(--c${number % 8})` });
 const mean = (values) => values.reduce((sum, x) => sum + x, 0) / values.length;

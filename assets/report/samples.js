@@ -1,84 +1,87 @@
 // The browser of samples: a list that filters narrow, and a sample beside its group, or another response to its prompt.
-const NOT_SCORES = ("step place id run held_out prompt response chosen_text rejected_text answer stop_reason turns length tokens " +
-  "index dataset stopped extracted").split(" "); // the last ones are of scripts/evaluate.py
+const NOT_SCORES = ["step", "place", "run", "length", "index"]; // the other numbers of a sample are its scores
 const SAMPLES = RUNS.flatMap((run, number) => run.samples.map((row) => ({ response: row.chosen_text ?? "", ...row, run: number })));
+const scoresOf = (sample) => Object.keys(sample).filter((key) => typeof sample[key] === "number" && !NOT_SCORES.includes(key));
+const SCORES = [...new Set(SAMPLES.flatMap(scoresOf))];
 for (const row of SAMPLES) row.id = [RUNS[row.run].name, row.held_out, row.step, row.place].join("/");
-const SCORES = [...new Set(SAMPLES.flatMap((sample) => Object.keys(sample).filter((key) => !NOT_SCORES.includes(key))))];
 const scoreOf = (sample) => sample[$("filter-score").value];
 
-/** Return the samples that pass the filters, in the chosen order. */
-function filtered() {
+/** Fill the list with the samples that pass the filters, in the chosen order. */
+function showList() {
   const query = $("filter-text").value.toLowerCase();
   const passes = (sample) =>
-    [sample.prompt, sample.response, sample.rejected_text ?? ""].join("\n").toLowerCase().includes(query) &&
-    ["", String(sample.run)].includes($("filter-run").value) &&
-    ["", sample.held_out ? "held-out" : "training"].includes($("filter-kind").value) &&
-    ["", sample.stop_reason].includes($("filter-reason").value);
+    ["step", "run", "held_out", "stop_reason"].every((name) => ["", String(sample[name])].includes($(`filter-${name}`).value)) &&
+    [sample.prompt, sample.response, sample.rejected_text ?? ""].join("\n").toLowerCase().includes(query);
   const [name, sign] = $("filter-order").value.split(" "); // such as "score -1"
   const order = (sample) => sign * (name === "score" ? scoreOf(sample) ?? sign * Infinity : sample[name] ?? sample.response.length);
-  return SAMPLES.filter(passes).sort((a, b) => order(a) - order(b)); // of equals the first one stays the first
-}
-
-function showList() {
-  const samples = filtered();
+  const samples = SAMPLES.filter(passes).sort((a, b) => order(a) - order(b)); // of equals the first one stays the first
   const steps = new Set(SAMPLES.map((sample) => sample.step)).size; // of a long run, others are not in the page
   $("sample-count").textContent = `${samples.length} of ${SAMPLES.length} samples of ${steps} steps`;
   const items = samples.slice(0, 300).map((sample) => {
     const facts = [`step ${sample.step}`, format(scoreOf(sample)), sample.stop_reason, sample.length && `${sample.length} tokens`];
-    const line = element("div", { class: "facts" }, dot(RUNS[sample.run].group), facts.filter(Boolean).join(" · "));
-    const text = element("div", { class: "text" }, sample.response.slice(0, 200) || "(empty)");
-    return element("li", { "data-id": sample.id, onclick: () => open(sample) }, line, text);
+    const line = div("facts", dot(RUNS[sample.run].group), facts.filter(Boolean).join(" · "));
+    const button = element("input", { type: "radio", name: "sample", oninput: () => open(sample), sample });
+    return element("li", {}, element("label", {}, button, line, div("text", sample.response.slice(0, 200) || "(empty)")));
   });
-  $("sample-list").replaceChildren(...(items.length ? items : [element("li", { class: "label" }, "no sample")]));
-  const chosen = (name) => SAMPLES.find((sample) => sample.id === $(name).value);
-  if (samples.includes(chosen("selected"))) open(chosen("selected"), chosen("other"));
+  const last = `the first ${items.length} of ${samples.length} samples; a step or a search shows others`;
+  $("sample-list").replaceChildren(...items, element("li", { className: "label" }, last));
+  const [selected, other] = ["selected", "other"].map((name) => SAMPLES.find((sample) => sample.id === $(name).value));
+  if (samples.includes(selected)) open(selected, other);
   else open(samples[0]);
 }
 
 /** Show a sample beside another one, or beside its group: the responses to its prompt of the same step. */
 function open(sample, other) {
   [$("selected").value, $("other").value] = [sample?.id ?? "", other?.id ?? ""];
-  for (const item of $("sample-list").children) item.setAttribute("aria-selected", item.dataset.id === sample?.id);
+  for (const button of document.getElementsByName("sample")) button.checked = button.sample === sample;
   for (const id of ["sample", "token"]) $(id).replaceChildren();
   if (!sample) return;
-  const alike = SAMPLES.filter((one) => one.prompt === sample.prompt);
-  alike.sort((a, b) => Math.abs(a.step - sample.step) - Math.abs(b.step - sample.step));
-  const inGroup = (one) => one !== sample && ["run", "step", "held_out"].every((key) => one[key] === sample[key]);
-  const shown = [sample, ...(other ? [other] : alike.filter(inGroup))];
+  const distance = (one) => Math.abs(one.step - sample.step);
+  const alike = SAMPLES.filter((one) => one.prompt === sample.prompt).sort((a, b) => distance(a) - distance(b));
+  const group = alike.filter((one) => ["run", "step", "held_out"].every((key) => one[key] === sample[key]));
+  const shown = [sample, ...(other ? [other] : group.filter((one) => one !== sample))];
   const scores = SCORES.filter((key) => alike.some((one) => key in one));
-  const rows = alike.slice(0, 40).map((one) => {
-    const facts = [one.step, ...scores.map((key) => format(one[key])), one.stop_reason ?? "", one.response.slice(0, 80)];
-    const cells = [RUNS[one.run].name, ...facts].map((fact) => element("td", {}, fact));
+  const rows = alike.map((one) => {
+    const facts = [RUNS[one.run].name, one.step, ...scores.map((key) => format(one[key])), one.stop_reason ?? "", one.response.slice(0, 80)];
     const click = () => open(sample, one === other || one === sample ? null : one);
-    return element("tr", { "aria-selected": one === sample || one === other, onclick: click }, cells);
+    return element("tr", { ariaSelected: one === sample || one === other, onclick: click }, facts.map((fact) => element("td", {}, fact)));
   });
   const head = ["run", "step", ...scores, "ended by", "response"].map((cell) => element("th", {}, cell));
   const table = element("table", { id: "same-prompt" }, element("thead", {}, element("tr", {}, head)), element("tbody", {}, rows));
   const scale = showScale(shown);
   $("sample").append(
-    element("p", { class: "label" }, "prompt"), element("p", { class: "text-block prompt" }, marked(sample.prompt)),
+    element("p", { className: "label" }, "prompt"), div("prompt", textBlock(sample.prompt)),
     element("div", {}, sample.answer == null ? null : labelled("reference answer", sample.answer)),
-    element("div", { class: "columns" }, shown.map((one) => card(one, scale))),
-    element("p", { class: "label" }, "responses to this prompt, nearest step first; click on one to compare it alone"),
-    element("div", { class: "wide" }, table));
+    element("p", { className: "label" }, other || group.length < 2 ? null : summary(group)),
+    div("columns", shown.map((one) => card(one, scale, one === sample && shown.length > 1))),
+    element("p", { className: "label" }, "responses to this prompt, nearest step first; click on one to compare it alone"),
+    div("wide", table));
 }
 
-/** Return a text whose parts that were searched for are marked. */
-function marked(text) {
+/** Return the line above a group, of which the log may have a part. */
+function summary(group) {
+  const values = (key) => group.map((one) => one[key]).filter((x) => typeof x === "number").sort((a, b) => a - b);
+  const scores = SCORES.filter((key) => key !== "advantage" && values(key).length);
+  const means = scores.map((key) => `mean ${key} ${format(mean(values(key)))}`);
+  const ends = [values("advantage")[0], values("advantage").at(-1)].map(format);
+  return [`${group.length} responses of a group at step ${group[0].step}`, ...means, `advantages ${[...new Set(ends)].join(" to ")}`].join("; ");
+}
+
+/** Return a paragraph, in which what was searched for is marked. */
+function textBlock(text) {
   const query = $("filter-text").value.replace(/[^\w\s]/g, "\\$&");
   const parts = query ? text.split(new RegExp(`(${query})`, "i")) : [text];
-  return parts.map((part, i) => (i % 2 ? element("mark", {}, part) : part));
+  return element("p", { className: "text-block" }, parts.map((part, i) => (i % 2 ? element("mark", {}, part) : part)));
 }
 
-const textBlock = (text) => element("p", { class: "text-block" }, marked(text ?? ""));
-const labelled = (label, text, kind = "") =>
-  element("div", { class: `turn ${kind}` }, element("p", { class: "label" }, label), textBlock(text));
+const labelled = (label, text, kind = "") => div(`turn ${kind}`, element("p", { className: "label" }, label), textBlock(text));
 
-function card(sample, scale) {
-  const facts = [["", `${sample.held_out ? "evaluation" : "training"}, ${RUNS[sample.run].name}`], ["step", sample.step]];
+function card(sample, scale, chosen) {
+  const facts = [["chosen", chosen ? "in the list" : undefined]];
+  facts.push(["", `${sample.held_out ? "evaluation" : "training"}, ${RUNS[sample.run].name}`], ["step", sample.step]);
   facts.push(...SCORES.filter((key) => key in sample).map((key) => [key, format(sample[key])]));
   facts.push(["ended by", sample.stop_reason], ["tokens", sample.length]);
-  const tags = facts.filter(([, x]) => x !== undefined).map(([key, x]) => element("span", { class: "tag" }, `${key} ${x}`));
+  const tags = facts.filter(([, x]) => x !== undefined).map(([key, x]) => element("span", { className: "tag" }, `${key} ${x}`));
   let body = [textBlock(sample.response)];
   if (scale && sample.tokens) body = [drawTokens(sample.tokens, scale)];
   else if (sample.rejected_text !== undefined)
@@ -89,5 +92,5 @@ function card(sample, scale) {
       const text = parts.map((part) => (typeof part === "string" ? part : JSON.stringify(part))).join("\n");
       return labelled([turn.role, turn.name].filter(Boolean).join(" "), text, turn.role);
     });
-  return element("div", { class: "card", "data-sample": sample.id }, element("div", { class: "tags" }, tags), body);
+  return element("div", { className: chosen ? "card chosen" : "card", id: sample.id }, div("tags", tags), body);
 }

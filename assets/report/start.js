@@ -1,27 +1,27 @@
 // The start: choices that depend on the samples, what was open before a reload, listeners.
 const add = (id, names) => $(id).append(...[...new Set(names)].map((name) => element("option", { value: name }, name)));
-add("filter-reason", SAMPLES.map((sample) => sample.stop_reason).filter(Boolean));
+add("filter-stop_reason", SAMPLES.map((sample) => sample.stop_reason).filter(Boolean));
 add("filter-score", SCORES);
 const ROWS = SAMPLES.map((sample) => sample.tokens).filter(Boolean);
-const listed = ["step", "sample", "place", "texts", ...[...$("colour").options].map((option) => option.value)];
-add("colour", ROWS.flatMap(Object.keys).filter((name) => !listed.includes(name)));
-const colours = (tokens, name) => tokens.texts.some((_, i) => !Number.isNaN(numberOf(tokens, name, i)));
-for (const option of [...$("colour").options]) // "": plain text
-  if (option.value && !ROWS.some((tokens) => colours(tokens, option.value))) option.remove();
+const named = [...$("colour").options].map((option) => option.value);
+add("colour", ROWS.flatMap(Object.keys).filter((name) => !named.includes(name)));
+const isKnown = (name) => ROWS.some((tokens) => tokens.texts.some((_, i) => Number.isFinite(numberOf(tokens, name, i))));
+for (const option of [...$("colour").options]) if (option.value && !isKnown(option.value)) option.remove(); // "": plain text
 
 const KEPT = JSON.parse(sessionStorage.getItem(location.pathname) ?? '{"controls": [], "scrolled": [0, 0]}');
-for (const [id, value, checked] of KEPT.controls) if ($(id)) Object.assign($(id), { value, checked });
-$("more").open = KEPT.more;
+for (const [id, value, checked, open] of KEPT.controls) if ($(id)) Object.assign($(id), { value, checked, open });
 window.addEventListener("pagehide", () => {
-  const controls = [...document.querySelectorAll("input, select")].map((each) => [each.id, each.value, each.checked]);
-  const scrolled = [scrollY, $("sample-list").scrollTop];
-  sessionStorage.setItem(location.pathname, JSON.stringify({ controls, more: $("more").open, scrolled }));
+  const parts = [...document.querySelectorAll("input[id], select, #more")];
+  const controls = parts.map(({ id, value, checked, open }) => [id, value, checked, open]);
+  sessionStorage.setItem(location.pathname, JSON.stringify({ controls, scrolled: [scrollY, $("sample-list").scrollTop] }));
 });
 
 $("curves").addEventListener("input", showCards);
 const events = [[$("more"), "toggle"], [window, "resize"], [matchMedia("print"), "change"]];
 for (const [target, name] of events) target.addEventListener(name, redraw);
-$("samples").addEventListener("input", showList);
+for (const bar of document.querySelectorAll("#samples .bar")) bar.addEventListener("input", showList);
+$("filters").addEventListener("input", () => $("sample-list").scrollTo(0, 0));
+window.addEventListener("keydown", (event) => event.key === "Escape" && $("token").replaceChildren());
 showCards();
 showList();
 scrollTo(0, KEPT.scrolled[0]);
