@@ -23,7 +23,7 @@ function showList() {
     const button = element("input", { type: "radio", name: "sample", oninput: () => open(sample), sample });
     return element("li", {}, element("label", {}, button, line, div("text", sample.response.slice(0, 200) || "(empty)")));
   });
-  const last = `the first ${items.length} of ${samples.length} samples; a step or a search shows others`;
+  const last = samples.length ? `the first ${items.length} of ${samples.length} samples; a step or a search shows others` : "no sample";
   $("sample-list").replaceChildren(...items, element("li", { className: "label" }, last));
   const [selected, other] = ["selected", "other"].map((name) => SAMPLES.find((sample) => sample.id === $(name).value));
   if (samples.includes(selected)) open(selected, other);
@@ -61,10 +61,10 @@ function open(sample, other) {
 /** Return the line above a group, of which the log may have a part. */
 function summary(group) {
   const values = (key) => group.map((one) => one[key]).filter((x) => typeof x === "number").sort((a, b) => a - b);
-  const scores = SCORES.filter((key) => key !== "advantage" && values(key).length);
-  const means = scores.map((key) => `mean ${key} ${format(mean(values(key)))}`);
-  const ends = [values("advantage")[0], values("advantage").at(-1)].map(format);
-  return [`${group.length} responses of a group at step ${group[0].step}`, ...means, `advantages ${[...new Set(ends)].join(" to ")}`].join("; ");
+  const known = SCORES.filter((key) => values(key).length);
+  const range = (key) => [...new Set([values(key)[0], values(key).at(-1)].map(format))].join(" to ");
+  const fact = (key) => (key === "advantage" ? `advantages ${range(key)}` : `mean ${key} ${format(mean(values(key)))}`);
+  return [`${group.length} responses of a group at step ${group[0].step}`, ...known.map(fact)].join("; ");
 }
 
 /** Return a paragraph, in which what was searched for is marked. */
