@@ -183,6 +183,28 @@ def chromium():
         browser.close()
 
 
+@pytest.fixture
+def visit(chromium):
+    """A function that opens a page. After the test the page has had no error, and is not cut off at
+    the side.
+    """
+    pages, errors = [], []
+
+    def visit(path, width: int = 1300):
+        page = chromium.new_page(viewport={"width": width, "height": 900})
+        page.set_default_timeout(60_000)
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.goto(f"file://{path}")
+        pages.append(page)
+        return page
+
+    yield visit
+    for page in pages:
+        wider = "document.documentElement.scrollWidth > innerWidth"
+        assert not page.evaluate(wider) and not errors
+        page.close()
+
+
 @pytest.fixture(scope="module")
 def three(tmp_path_factory):
     """The page of two seeds and another run."""
@@ -195,13 +217,9 @@ def three(tmp_path_factory):
 
 
 @pytest.mark.parametrize("width", [1400, 390])
-def test_clicks(chromium, three, width):
-    """What a user does, on a wide and on a narrow screen: no error, nothing cut off at the side."""
-    page = chromium.new_page(viewport={"width": width, "height": 900})
-    errors = []
-    page.set_default_timeout(60_000)
-    page.on("pageerror", lambda error: errors.append(str(error)))
-    page.goto(f"file://{three}")
+def test_clicks(visit, three, width):
+    """What a user does, on a wide and on a narrow screen."""
+    page = visit(three, width)
     inner = lambda selector: page.inner_text(selector)
     assert "3 runs" in inner("h1") and "a-seed1 (2 seeds)" in inner("#legend")
     assert page.locator("#headline tbody tr").count() == 3
@@ -264,22 +282,16 @@ def test_clicks(chromium, three, width):
         "answer 0",
         "answer 8",
     ]
-    assert page.evaluate("document.documentElement.scrollWidth") <= width and not errors
-    page.close()
 
 
 @pytest.mark.parametrize("width", [1300, 390])
-def test_tokens(chromium, tmp_path, width):
+def test_tokens(visit, tmp_path, width):
     """Colours, a token's numbers by pointer and by keys, a group, another run; a reload keeps it."""
     report.main(
         tuple(make_group(tmp_path / name, steps) for name, steps in (("a", 2), ("b", 1))),
         str(tmp_path / "page.html"),
     )
-    page = chromium.new_page(viewport={"width": width, "height": 900})
-    errors = []
-    page.set_default_timeout(60_000)
-    page.on("pageerror", lambda error: errors.append(str(error)))
-    page.goto(f"file://{tmp_path / 'page.html'}")
+    page = visit(tmp_path / "page.html", width)
     cards = page.locator("#sample .card")
     classes = lambda card: [
         cards.nth(card).locator(".block span").nth(i).get_attribute("class").split()
@@ -321,23 +333,21 @@ def test_tokens(chromium, tmp_path, width):
     page.click("#same-prompt tr:has(td:text-is('b')) >> nth=1")
     chosen = "[...document.querySelectorAll('#sample .card')].map(card => card.id)"
     assert page.evaluate(chosen) == ["a/false/2/0", "b/false/1/1"]
+    shares = [cards.nth(i).locator("span.up").first.get_attribute("style") for i in (0, 1)]
+    assert shares == ["--w: 75%;", "--w: 53%;"]  # the root of 0.2 and 0.1, in that of the largest
     page.reload()
     assert page.evaluate(chosen) == ["a/false/2/0", "b/false/1/1"]
     assert page.input_value("#colour") == "my_number" and "up" in classes(1)[0]
     page.select_option("#colour", "")
     assert not page.locator(".tokens").count() and page.locator("#scale").is_hidden()
-    assert page.evaluate("document.documentElement.scrollWidth") <= width and not errors
-    page.close()
 
 
-def test_every_step_of_a_long_run_can_be_reached(chromium, tmp_path):
+def test_every_step_of_a_long_run_can_be_reached(visit, tmp_path):
     """The list says that it is cut; a step or a search shows the rest; keys move in it. One run has
     no column of its name.
     """
-    report.main((make_group(tmp_path / "a", 100),), str(tmp_path / "page.html"))
-    page = chromium.new_page(viewport={"width": 390, "height": 900})
-    page.set_default_timeout(60_000)
-    page.goto(f"file://{tmp_path / 'page.html'}")
+    report.main((make_group(tmp_path / "a", 100, ["4"]),), str(tmp_path / "page.html"))
+    page = visit(tmp_path / "page.html", 390)
     last = page.locator("#sample-list li").last
     chosen = lambda: page.locator("#sample-list li:has(:checked)").inner_text()
     top = "document.getElementById('sample-list').scrollTop"
@@ -346,6 +356,7 @@ def test_every_step_of_a_long_run_can_be_reached(chromium, tmp_path):
     last.scroll_into_view_if_needed()
     page.select_option("#colour", "clipped")  # keeps the place in the list, unlike another order
     assert page.evaluate(top) > 0
+    assert "no token of these was clipped" in page.inner_text("#scale")
     page.select_option("#filter-order", "score -1")
     assert page.evaluate(top) == 0
     page.fill("#filter-step", "7")
@@ -357,39 +368,14 @@ def test_every_step_of_a_long_run_can_be_reached(chromium, tmp_path):
     page.keyboard.press("ArrowDown")
     assert "step 7 · 0" in chosen()
     assert page.inner_text("#same-prompt thead").split()[0] == "step"
-    page.close()
 
 
-def test_the_colours_of_a_group(chromium, tmp_path):
-    """By the root of a number in the largest of the group; the legend says if nothing is clipped."""
-    run = make_group(tmp_path / "a", 1)
-    rows = [
-        row | {"advantages": [-1, 0.25, None, 0.04], "clipped": [0] * 4}
-        for row in read_lines(tmp_path / "a/tokens.jsonl")
-    ]
-    write_rows(tmp_path / "a/tokens.jsonl", rows)
-    report.main((run,), str(tmp_path / "page.html"))
-    page = chromium.new_page()
-    page.set_default_timeout(60_000)
-    page.goto(f"file://{tmp_path / 'page.html'}")
-    page.select_option("#colour", "advantages")
-    spans = "[...document.querySelectorAll('.card:first-child .block span')]"
-    shares = page.evaluate(f"{spans}.map(span => parseFloat(span.style.getPropertyValue('--w')))")
-    assert shares == [75, 38, 0, 15]
-    page.select_option("#colour", "clipped")
-    assert "no token of these was clipped" in page.inner_text("#scale")
-    page.close()
-
-
-def test_a_long_response_is_laid_out_where_it_is_seen(chromium, tmp_path):
+def test_a_long_response_is_laid_out_where_it_is_seen(visit, tmp_path):
     """In blocks, which end at the ends of lines where there are some."""
     texts = ["x", " y", ".\n"] * 5333 + ["z"] * 1500
     report.main((make_group(tmp_path / "a", 1, texts),), str(tmp_path / "page.html"))
-    page = chromium.new_page(viewport={"width": 390, "height": 900})
-    page.set_default_timeout(60_000)
-    page.goto(f"file://{tmp_path / 'page.html'}")
+    page = visit(tmp_path / "page.html", 390)
     blocks = "[...document.querySelectorAll('.card:first-child .block')]"
     sizes = page.evaluate(f"{blocks}.map(block => block.children.length)")
     assert sum(sizes) == len(texts) and sizes[:2] == [102, 102] and max(sizes) == 1000
     assert page.evaluate(f"getComputedStyle({blocks}[9]).contentVisibility") == "auto"
-    page.close()
