@@ -90,9 +90,10 @@ part_smollm2() {
     recipe smollm2-rloo rloo --total_episodes 1024 --eval_every 16
     recipe smollm2-ppo ppo --total_episodes 1024 --eval_every 16
     recipe smollm2-distill distill --teacher "$RUNS/smollm2-grpo-3/final"
+    recipe smollm2-brief brief
     recipe smollm2-reward_model reward_model --total_episodes 1024 --eval_every 16
     # shellcheck disable=SC2046
-    summarize smollm2 $(runs_of smollm2-grpo-{1,2,3} smollm2-{rloo,ppo,distill,reward_model-pairs,reward_model})
+    summarize smollm2 $(runs_of smollm2-grpo-{1,2,3} smollm2-{rloo,ppo,distill,brief,reward_model-pairs,reward_model})
     cp "$RUNS/smollm2-grpo-1/curves.png" assets/smollm2.png
 }
 

@@ -143,6 +143,11 @@ def figures_of_smollm2():
     yield "README.md", "and {} after 48 steps".format(of_all[1])
     of_new = [span(*SMOLLM2, f"{KINDS}frequency", x) for x in (0, 48)]
     yield "README.md", "it gets {} right before, and {} after".format(*of_new)
+    brief = [values("smollm2.json", ["brief"], "eval/sequence_lengths", x)[0] for x in (0, 12)]
+    text = "held-out answers have {:.0f} tokens before and {:.0f} after 12 steps"
+    yield "docs/distillation.md", text.format(*brief)
+    short = [span("smollm2.json", ["brief"], "eval/accuracy", x) for x in (0, 12)]
+    yield "docs/distillation.md", "{} and {} of them at most 30 words".format(*short)
     corrections = "async4 async4_truncate async4_mask async4_sequence async4_geometric".split()
     names = [*corrections, "async4_dppo", "async4_dppo_kl"]
     table = variants.accuracies(ROOT / "results/variants.json").groupby("variant").mean()

@@ -234,6 +234,7 @@ EXAMPLES = {  # reward: a reference, a right and a wrong response
         f"<think>No.</think> {PEOPLE}",
         PEOPLE.replace("knave", "knight"),
     ),
+    "scripts/train/brief.py:at_most_30_words": ("", "word " * 30, "word " * 31),
 }
 
 

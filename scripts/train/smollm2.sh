@@ -46,8 +46,9 @@ distill)
         --rollout_batch_size 32 --passes 0.16 --learning_rate 2e-5 "$@"
     ;;
 brief)
-    exec python distill.py --run_name "$name" "${task[@]}" --teacher "$model" \
-        --teacher_system_prompt "Answer in one short sentence." --rollout_batch_size 32 --passes 0.16 --learning_rate 2e-5 "$@"
+    exec python distill.py --run_name "$name" "${task[@]}" --teacher "$model" --teacher_system_prompt "Answer in one short sentence." \
+        --dataset assets/smollm2/topics.jsonl --eval_dataset assets/smollm2/topics_held_out.jsonl \
+        --reward scripts/train/brief.py:at_most_30_words --eval_prompts 24 --rollout_batch_size 16 --passes 1 --learning_rate 1e-4 "$@"
     ;;
 reward_model)
     # Both are kept, so that `reward_model --resume` goes on.
