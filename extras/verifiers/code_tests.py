@@ -37,7 +37,7 @@ from plumbing.rewards.verifiers import Verifier
 HARNESS = Path(__file__).with_name("harness.py").read_text()
 
 
-def joined(lines: str | list[str]) -> str:
+def joined(lines: Any) -> str:
     """Return a text that may be given as its lines."""
     return lines if isinstance(lines, str) else "\n".join(lines)
 
@@ -80,7 +80,7 @@ def read_tests(answer: Any) -> Outputs | Calls:
     """Return the tests of a row. Raise ValueError, TypeError or SyntaxError for tests of another
     form.
     """
-    if isinstance(answer, str) and answer.lstrip()[:1] in ("{", "["):
+    if isinstance(answer, str) and answer.lstrip()[:1] in "{[":
         answer = json.loads(answer)
     if isinstance(answer, (str, list)):
         asserts = joined(answer)
@@ -132,9 +132,8 @@ def code(response: str, answer: Any, seconds: float = 24.0) -> float:
                 imports.append(ast.unparse(node))
             case ast.Name(name, ast.Load()):
                 read.append(name)
-    found = "\n".join(imports)
     _, (_, printed) = sandbox.run(
-        f"{HARNESS}\nprovide({found!r})",
+        f"{HARNESS}\nprovide({imports})",
         [program],
         seconds,
         json.dumps([tests.asserts, read, tests.fn_name, tests.inputs]),
@@ -175,12 +174,12 @@ def same_output(result: tuple[int, str], expected: str) -> bool:
 
 def same_value(value: Any, expected: Any) -> bool:
     """Return whether a value, or a list of it, is the expected one, its floats about the same."""
-
-    def words(x: Any) -> list[str]:
-        """Return the scalars, keys and brackets of a value."""
-        return json.dumps(x, indent=0, sort_keys=True, separators=("", ":\n")).split("\n")
-
-    return any(x == expected or same_words(words(x), words(expected)) for x in (value, [value]))
+    # One scalar or bracket a line.
+    write = json.JSONEncoder(indent=0, sort_keys=True, separators=("", ":\n")).encode
+    return any(
+        x == expected or same_words(write(x).split("\n"), write(expected).split("\n"))
+        for x in (value, [value])
+    )
 
 
 def same_words(words: list[str], expected: list[str]) -> bool:

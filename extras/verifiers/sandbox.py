@@ -386,7 +386,7 @@ def confine(folder: str) -> None:
     rights = {
         path: read_file | read_folder if os.path.isdir(path) else read_file for path in readable
     }
-    rights |= {device: read_file | write_file for device in DEVICES} | {folder: everything}
+    rights |= dict.fromkeys(DEVICES, read_file | write_file) | {folder: everything}
     # The rights of files, of TCP (bind, connect) and of what reaches processes outside (abstract
     # sockets, signals).
     ruleset = struct.pack("QQQ", everything, 3 if LANDLOCK >= 4 else 0, 3 if LANDLOCK >= 6 else 0)
