@@ -22,7 +22,6 @@ tests/data/attacks_on_asserts.jsonl has what does not pass them.
 
 import ast
 import builtins
-import functools
 import json
 import math
 import re
@@ -36,9 +35,14 @@ from plumbing.rewards.answers import final_text
 from plumbing.rewards.verifiers import Verifier
 
 HARNESS = Path(__file__).with_name("harness.py").read_text()
-Text = Annotated[
-    str | list[str], pydantic.AfterValidator(lambda x: x if isinstance(x, str) else "\n".join(x))
-]
+
+
+def joined(lines: Any) -> str:
+    """Return a text that may be given as its lines."""
+    return lines if isinstance(lines, str) else "\n".join(lines)
+
+
+Text = Annotated[str | list[str], pydantic.AfterValidator(joined)]
 # What asserts cannot use, as they are not in the process of the program.
 REFUSED = frozenset(
     "mock unittest.mock patch monkeypatch builtins stdin stdout redirect_stdout capsys "
@@ -76,10 +80,10 @@ def read_tests(answer: Any) -> Outputs | Calls:
     """Return the tests of a row. Raise ValueError, TypeError or SyntaxError for tests of another
     form.
     """
-    if isinstance(answer, str) and answer.lstrip()[:1] in ("{", "["):
+    if isinstance(answer, str) and answer.lstrip()[:1] in "{[":
         answer = json.loads(answer)
     if isinstance(answer, (str, list)):
-        asserts = answer if isinstance(answer, str) else "\n".join(answer)
+        asserts = joined(answer)
         tree = ast.parse(asserts)
         if changed := CHANGED.search(asserts):
             raise ValueError(
@@ -109,7 +113,7 @@ def code(response: str, answer: Any, seconds: float = 24.0) -> float:
     from extras.verifiers import sandbox
 
     # PR_SET_DUMPABLE: no program looks into this process, which knows the outputs
-    sandbox.libc.prctl(4, 0, 0, 0, 0)
+    sandbox.libc.prctl(4, 0)
     tests = read_tests(answer)
     program = code_of(response)
     if isinstance(tests, Outputs):
@@ -128,11 +132,16 @@ def code(response: str, answer: Any, seconds: float = 24.0) -> float:
                 imports.append(ast.unparse(node))
             case ast.Name(name, ast.Load()):
                 read.append(name)
-    found = "\n".join(imports)
-    of_tests = json.dumps([tests.asserts, read, tests.fn_name, tests.inputs])
-    _, (_, printed) = sandbox.run(f"{HARNESS}\nprovide({found!r})", [program], seconds, of_tests)
+    _, (_, printed) = sandbox.run(
+        f"{HARNESS}\nprovide({imports})",
+        [program],
+        seconds,
+        json.dumps([tests.asserts, read, tests.fn_name, tests.inputs]),
+    )
     try:
         values = json.loads(printed)
+        if isinstance(values, str):
+            raise RuntimeError(values)
         return float(
             len(values) == len(tests.outputs) and all(map(same_value, values, tests.outputs))
         )
@@ -148,11 +157,11 @@ def code_of(response: str) -> str:
     """Return the last block of Python in the `final_text` of a response, else all of it."""
     text = final_text(response)
     blocks = BLOCK.findall(text)
-    tagged = [
-        block for _, language, block in blocks if language.lower() in ("python", "python3", "py")
-    ]
-    programs = tagged or [block for _, language, block in blocks if not language]
-    return textwrap.dedent(programs[-1]) if programs else text
+    for languages in (["python", "python3", "py"], [""]):
+        for _, language, block in reversed(blocks):
+            if language.lower() in languages:
+                return textwrap.dedent(block)
+    return text
 
 
 def same_output(result: tuple[int, str], expected: str) -> bool:
@@ -165,22 +174,21 @@ def same_output(result: tuple[int, str], expected: str) -> bool:
 
 def same_value(value: Any, expected: Any) -> bool:
     """Return whether a value, or a list of it, is the expected one, its floats about the same."""
-    if value == expected or [value] == expected:
-        return True
     # One scalar or bracket a line.
-    write = functools.partial(json.dumps, indent=0, sort_keys=True, separators=("", ":\n"))
-    wanted = write(expected).split("\n")
-    return any(same_words(write(x).split("\n"), wanted) for x in (value, [value]))
+    write = json.JSONEncoder(indent=0, sort_keys=True, separators=("", ":\n")).encode
+    return any(
+        x == expected or same_words(write(x).split("\n"), write(expected).split("\n"))
+        for x in (value, [value])
+    )
 
 
 def same_words(words: list[str], expected: list[str]) -> bool:
     """Return whether words are the expected ones; a number that is expected with a point may differ
     by 1e-6.
     """
-    close = functools.partial(math.isclose, rel_tol=1e-6, abs_tol=1e-6)
     try:
         return all(
-            x == y or "." in y and close(float(x), float(y))
+            x == y or "." in y and math.isclose(float(x), float(y), rel_tol=1e-6, abs_tol=1e-6)
             for x, y in zip(words, expected, strict=True)
         )
     except ValueError:  # more or fewer words, or one that is not a number

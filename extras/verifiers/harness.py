@@ -26,10 +26,10 @@ import sys
 import types
 from typing import Any
 
-SIMPLE = frozenset((type(None), bool, int, float, str))
-# Other data: arguments that make an equal value. What derives from a type becomes one of it.
+# Data of other types than JSON's: arguments that make an equal value. What derives from a type
+# becomes one of it.
 PLAIN: dict[str, Any] = {
-    "builtins.dict": lambda x: [[[*item] for item in x.items()]],
+    "builtins.dict": lambda x: [[*x.items()]],
     **dict.fromkeys(
         "builtins.list builtins.tuple builtins.set builtins.frozenset builtins.bytes "
         "builtins.bytearray collections.deque".split(),
@@ -48,11 +48,11 @@ PLAIN: dict[str, Any] = {
 # An object is not asked for these, which judge a value, unless the asserts name a class.
 METHODS = {name for kind in (str, list, dict, set) for name in dir(kind)}
 BUILTINS = dict(vars(builtins))
-TYPES: dict[Any, Any] = {name: kind for name, kind in BUILTINS.items() if isinstance(kind, type)}
-held: dict[Any, Any] = {}  # what the other process may call; that of the tests holds functions only
-module: Any = types.ModuleType("response")
-sys.modules["response"] = module
+TYPES: dict = {name: kind for name, kind in BUILTINS.items() if isinstance(kind, type)}
+held: dict = {}  # what the other process may call; that of the tests holds functions only
+sys.modules["response"] = module = types.ModuleType("response")
 names = vars(module)  # of the program
+copies: dict = {}  # of its data that the tests have looked up, each with its encoding
 reader: Any  # of the messages of the other process
 writer: Any
 
@@ -84,8 +84,7 @@ class Remote:
         would be what the program likes.
         """
         result = ask(name[1:], other, self) if name[0] == "r" else ask(name, self, other)
-        are_objects = isinstance(other, Remote) or isinstance(result, Remote)
-        return result if are_objects else NotImplemented
+        return result if Remote in (type(other), type(result)) else NotImplemented
 
     def __contains__(self, value: Any) -> bool:
         # As where there is no such method, unless the asserts name a class; see METHODS.
@@ -127,7 +126,7 @@ def encode(message: list) -> bytes:
 
 def encode_value(value: Any):
     """Return what `make` makes a value from: a list, an object of one key, or the value itself."""
-    if type(value) in SIMPLE:
+    if value is None or type(value) in (bool, int, float, str):
         return value
     if type(value) is list:
         return [*map(encode_value, value)]
@@ -164,6 +163,11 @@ def array(values: list, dtype: str, shape: list[int]):
 
 def ask(key: Any, /, *arguments: Any, **named: Any):
     """Return what the other process returns for a call of what it holds, or raise what it raises."""
+    # The tests may have changed in place what they have looked up.
+    for name, (copy, before) in [*copies.items()]:
+        if encode([copy]) != before:
+            copies.clear()
+            ask("define", name, copy)
     send(encode([key, [*arguments], named]))
     result, changed, raised, reasons = receive()
     if raised:
@@ -175,7 +179,7 @@ def ask(key: Any, /, *arguments: Any, **named: Any):
     for old, new in zip([*arguments, *named.values()], changed):
         if isinstance(old, (list, dict, set)):
             old.clear()
-            old.__init__(new)  # type: ignore[misc]
+            (getattr(old, "update", None) or old.extend)(new)  # type: ignore[union-attr]
     return result
 
 
@@ -213,22 +217,19 @@ def answer(key: Any, arguments: list, named: dict) -> bytes:
 # ---- the process of the program ------------------------------------------------------------------
 
 
-def provide(imports: str) -> None:
+def provide(imports: list[str]) -> None:
     """Let the program find what some imports define, as it finds builtins."""
-    exec(imports, vars(builtins))
+    with contextlib.suppress(ImportError):  # see `run_tests`
+        exec("\n".join(imports), vars(builtins))
     vars(builtins).update(BUILTINS)
 
 
 def run_program(program: str) -> None:
-    """Answer requests, of which the first one starts the program, until the tests end."""
-
-    def start() -> list[str]:
-        with contextlib.suppress(SystemExit):  # its functions are there to be tested
-            exec(program, names)
-        return [*names]
-
+    """Run the program, then answer requests until the tests end."""
+    with contextlib.suppress(SystemExit):  # its functions are there to be tested
+        exec(program, names)
     held.update(vars(operator) | BUILTINS, instancecheck=type.__instancecheck__)
-    held.update(start=start, look_up=look_up, define=names.__setitem__)
+    held.update(names=lambda: [*names], look_up=look_up, define=names.__setitem__)
     receive()
 
 
@@ -240,39 +241,51 @@ def look_up(name: str):
 # ---- the process of the tests --------------------------------------------------------------------
 
 
-class Globals(dict):
-    """The global names of the tests. Those that they do not set are looked up in the program, and
-    those that they do not read are set there.
-    """
-
-    asked: set[str]  # that the program has
-    read: list[str]
-
-    def __missing__(self, name: str):
-        if name not in self.asked:
-            raise KeyError(name)
-        if name[0].isupper():
-            METHODS.clear()
-        return ask("look_up", name)
-
-    def __setitem__(self, name: str, value: Any):
-        super().__setitem__(name, value)
-        # The program has all imports.
-        if name not in self.read and value is not vars(builtins).get(name):
-            ask("define", name, value)
-
-
 def run_tests(tests: str) -> None:
-    """Run asserts, then calls of a function, and print the list of their values."""
+    """Run asserts, then calls of a function, and print the list of their values, or why there is no
+    score.
+    """
     asserts, read, function, calls = json.loads(tests)
-    own = Globals(__name__="__main__")
-    own.read = read
-    asked = set(ask("start")).intersection(re.findall(r"\w+", asserts))
+    asked = set(ask("names")).intersection(re.findall(r"\w+", asserts))
     # The functions that are tested may have names of builtins.
-    own.asked = asked - BUILTINS.keys() or asked
+    asked = asked - BUILTINS.keys() or asked
+
+    class Globals(dict):
+        """The global names of the tests. Those that they do not set are looked up in the program,
+        and those that they do not read are set there.
+        """
+
+        def __missing__(self, name: str):
+            if name not in asked:
+                raise KeyError(name)
+            if name[0].isupper():
+                METHODS.clear()
+            value = ask("look_up", name)
+            if not isinstance(value, Remote):
+                copies[name] = value, encode([value])
+            return value
+
+        def __setitem__(self, name: str, value: Any):
+            super().__setitem__(name, value)
+            # The program has all imports.
+            if name not in read and value is not vars(builtins).get(name):
+                ask("define", name, value)
+
+    own = Globals(__name__="__main__")
     sys.stdout = None
-    exec(asserts, own)
-    os.write(1, json.dumps([ask("look_up", function)(*call) for call in calls]).encode())
+    try:
+        exec(asserts, own)
+        report: Any = [ask("look_up", function)(*call) for call in calls]
+    except ImportError as error:
+        if not error.name:  # It is the program's: `ask` has made it from its arguments alone.
+            raise
+        report = f"asserts cannot be run: {error}"
+    except NameError as error:
+        # It is the program's, as asserts find what they set.
+        if str(error) not in [f"name {name!r} is not defined" for name in own]:
+            raise
+        report = f"the program cannot read what asserts set and read: {error}"
+    os.write(1, json.dumps(report).encode())
     os._exit(0)
 
 

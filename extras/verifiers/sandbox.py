@@ -11,7 +11,6 @@ Imports the standard library only: the interpreter of the programs is isolated (
 """
 
 import ctypes
-import fcntl
 import functools
 import marshal
 import os
@@ -231,7 +230,7 @@ def checked(result: int) -> int:
 
 def end_with_parent() -> None:
     """Let this process end when its parent does; if that has ended already, the next `write` fails."""
-    checked(libc.prctl(1, signal.SIGKILL, 0, 0, 0))  # PR_SET_PDEATHSIG
+    checked(libc.prctl(1, signal.SIGKILL))  # PR_SET_PDEATHSIG
 
 
 def main(folder: str) -> None:
@@ -302,12 +301,11 @@ def run_once(
     stdout = os.memfd_create("stdout")
     os.pwrite(stdin, text.encode(errors="replace"), 0)
     module = types.ModuleType("__main__")
-    pipes: list[int] = []
+    pipes = [*os.pipe(), *os.pipe()]
     # What each process runs, and its descriptors from 0 on.
     jobs = [(code, [stdin, stdout, 2])]
     if tests:
         exec(code, vars(module))
-        pipes += [*os.pipe(), *os.pipe()]
         jobs = [
             ("main('run_program')", [stdin, 2, 2, pipes[0], pipes[3]]),
             ("main('run_tests')", [tests, stdout, 2, pipes[2], pipes[1]]),
@@ -318,11 +316,10 @@ def run_once(
         if not child:
             end_with_parent()
             if descriptors[0] == tests:
-                libc.prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: no program looks into it
+                libc.prctl(4, 0)  # PR_SET_DUMPABLE: no program looks into it
             os.chdir(folder)
-            # By way of numbers that no descriptor has yet.
-            copies = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, 64) for descriptor in descriptors]
-            for number, copy in enumerate(copies):
+            # By way of higher numbers: the first nine are taken, at the latest by the pipes.
+            for number, copy in enumerate([*map(os.dup, descriptors)]):
                 os.dup2(copy, number)
             os.closerange(len(descriptors), 1024)
             restrict(folder)
@@ -389,7 +386,7 @@ def confine(folder: str) -> None:
     rights = {
         path: read_file | read_folder if os.path.isdir(path) else read_file for path in readable
     }
-    rights |= {device: read_file | write_file for device in DEVICES} | {folder: everything}
+    rights |= dict.fromkeys(DEVICES, read_file | write_file) | {folder: everything}
     # The rights of files, of TCP (bind, connect) and of what reaches processes outside (abstract
     # sockets, signals).
     ruleset = struct.pack("QQQ", everything, 3 if LANDLOCK >= 4 else 0, 3 if LANDLOCK >= 6 else 0)
@@ -434,7 +431,7 @@ def filter_system_calls() -> None:
     steps.append((end, 0, 0, allowed))
     filters = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
     # PR_SET_SECCOMP
-    checked(libc.prctl(22, 2, struct.pack("HP", len(steps), ctypes.addressof(filters)), 0, 0))
+    checked(libc.prctl(22, 2, struct.pack("HP", len(steps), ctypes.addressof(filters))))
 
 
 if __name__ == "__main__":
