@@ -30,6 +30,7 @@ from typing import Any
 # becomes one of it.
 PLAIN: dict[str, Any] = {
     "builtins.dict": lambda x: [[*x.items()]],
+    "collections.defaultdict": lambda x: [TYPES.get(name_of(x.default_factory)), [*x.items()]],
     **dict.fromkeys(
         "builtins.list builtins.tuple builtins.set builtins.frozenset builtins.bytes "
         "builtins.bytearray collections.deque".split(),
@@ -55,6 +56,11 @@ names = vars(module)  # of the program
 copies: dict = {}  # of its data that the tests have looked up, each with its encoding
 reader: Any  # of the messages of the other process
 writer: Any
+
+
+def name_of(kind: Any) -> str:
+    """Return the name of a builtin type; "" for anything else."""
+    return kind.__name__ if isinstance(kind, type) and kind in TYPES.values() else ""
 
 
 class Remote:
@@ -132,8 +138,8 @@ def encode_value(value: Any):
         return [*map(encode_value, value)]
     if isinstance(value, Remote):
         return {"yours": [value._key]}
-    if isinstance(value, type) and value in TYPES.values():
-        return {"type": [value.__name__]}
+    if name := name_of(value):
+        return {"type": [name]}
     if hasattr(value, "dtype"):
         return {"array": encode_value([value.tolist(), value.dtype.str, [*value.shape]])}
     for base in type(value).__mro__:
