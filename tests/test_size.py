@@ -15,10 +15,10 @@ from pathlib import Path
 from conftest import ROOT
 
 SCRIPTS = {
-    "grpo": 6_190,
+    "grpo": 6_180,
     "rloo": 5_800,
     "ppo": 7_700,
-    "distill": 4_290,
+    "distill": 4_220,
     "reward_model": 1_900,
     "utils": 3_320,
 }
@@ -88,9 +88,9 @@ def table() -> dict[str, tuple[int, int]]:
     plumbing = [path for path in ROOT.glob("plumbing/**/*.py") if path.read_text()]
     everything = ("*.py", "plumbing/**/*.py", "extras/**/*.py", "scripts/**/*.py", "assets/**/*.py")
     rows = {
-        "Python outside tests, tokens": (tokens(*everything), 108_800),
-        "plumbing/, tokens": (tokens("plumbing/**/*.py"), 43_870),
-        "extras/, tokens": (tokens("extras/**/*.py"), 24_250),
+        "Python outside tests, tokens": (tokens(*everything), 108_340),
+        "plumbing/, tokens": (tokens("plumbing/**/*.py"), 43_720),
+        "extras/, tokens": (tokens("extras/**/*.py"), 24_020),
         "plumbing/, files": (len(plumbing), 40),
         "plumbing/, files outside of its folders": (
             sum(path.parent.name == "plumbing" for path in plumbing),
