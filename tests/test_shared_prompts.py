@@ -13,6 +13,8 @@ import grpo
 import utils
 from extras import shared_prompts
 from plumbing.models.forward import body, checkpoint_blocks
+from plumbing.models.loading import precision
+from plumbing.models.sharding import Sharding
 from plumbing.rollout.batch import Batch, Sample, forward_batch, forward_tokens
 
 WORLD = utils.World(0, 1, CPU)
@@ -74,11 +76,42 @@ def test_cuts(ranks):
     assert len({tuple(len(inputs) for _, inputs in cut) for cut in cuts}) == 1
     count = 0
     for rows, (ids, _, *shared) in chain(*cuts):
+        if shared and not rows:  # padding, which has a prompt and a response, too
+            assert shared == [1] and ids.shape == (1, 2)
         if shared and rows:
             count += 1
             assert ids.numel() - (len(ids) - 1) * shared[0] <= 30 and len(rows) > 1
             assert {len(batch.samples[i].row["query"]) for i in rows} == set(shared)
     assert count > 2
+
+
+def test_responses_of_several_contexts_are_alone():
+    """Only the first context of an agent begins with the prompt."""
+    batch = make_batch()
+    for sample in batch.samples[:3]:
+        sample.starts = [0]
+    args = grpo.Args(micro_batch_tokens=1000, share_prompts=True)
+    shared = {
+        i for rows, inputs in batch.cut([*range(12)], args, WORLD) for i in rows if inputs[2:]
+    }
+    assert shared == {4, 5, 6, 7}
+
+
+def refuse(model) -> str:
+    """Prepare a model for training; return why it is refused."""
+    args = grpo.Args(share_prompts=True)
+    with pytest.raises(utils.UserError, match="^--share_prompts: ") as error:
+        Sharding(args, WORLD, precision("float32", CPU)).shard(grpo.Policy(model, args))
+    return str(error.value)
+
+
+def test_models_whose_hidden_states_would_be_others(monkeypatch):
+    right = shared_prompts.hidden_states_behind_prompt
+    shared_prompts.check_shared_prompts(random_model("qwen2"))
+    monkeypatch.setattr(
+        shared_prompts, "hidden_states_behind_prompt", lambda *x: right(*x).roll(1, 1)
+    )
+    assert "keep more of a prompt" in refuse(random_model("qwen2"))
 
 
 def test_models_that_keep_more_than_keys_and_values():
@@ -87,5 +120,4 @@ def test_models_that_keep_more_than_keys_and_values():
     config = AutoConfig.for_model(
         "lfm2", **SMALL | {"layer_types": layers, "num_key_value_heads": 1}
     )
-    with pytest.raises(utils.UserError, match="^--share_prompts: "):
-        shared_prompts.check_shared_prompts(AutoModelForCausalLM.from_config(config).eval())
+    refuse(AutoModelForCausalLM.from_config(config).eval())
