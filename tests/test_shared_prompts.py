@@ -66,7 +66,7 @@ def test_equal_to_whole_rows(family, recomputes):
     assert relative(gradient(policy, batch, args), expected_gradient) < near
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [1, 3, 7])
 def test_cuts(ranks):
     """Each response once, within the budget, and the same passes on every rank."""
     batch = make_batch()
