@@ -3,7 +3,7 @@
 import functools
 import math
 from statistics import fmean
-from typing import Any, Callable, Iterator
+from typing import Any, Callable
 
 import torch
 from tokenizers.decoders import DecodeStream
@@ -176,8 +176,8 @@ def sample_rows(batch: Batch, count: int, every: int = 1) -> list[dict]:
 
 def token_rows(
     batch: Batch, count: int, tokenizer: PreTrainedTokenizerBase, updated: dict[int, dict]
-) -> Iterator[dict]:
-    """Yield the tokens of the first `count` responses as rows of tokens.jsonl: "texts", "trains"
+) -> list[dict]:
+    """Return the tokens of the first `count` responses as rows of tokens.jsonl: "texts", "trains"
     (whether the step has updated weights by a token), and each of `Batch.tokens` and of `updated`
     by its name with four digits, None for an observation and for what is not finite.
 
@@ -187,6 +187,7 @@ def token_rows(
     # What has several numbers a token, such as a teacher's most likely ones, is not logged.
     tokens = {name: x[:count].cpu() for name, x in batch.tokens.items() if x.dim() == 2}
     sampled = tokens.pop("response_mask")
+    rows = []
     for i, sample in enumerate(batch.samples[:count]):
         length = len(sample.response)
         known = sampled[i, :length]
@@ -202,4 +203,5 @@ def token_rows(
         for name, of_token in of_sample.items():
             values = of_token[:length].double().masked_fill(~known, math.nan).tolist()
             row[name] = [float(f"{x:.4g}") if math.isfinite(x) else None for x in values]
-        yield row
+        rows.append(row)
+    return rows
