@@ -101,7 +101,7 @@ def table() -> dict[str, tuple[int, int]]:
             lines(*(f"assets/report/*.{end}" for end in ("js", "css", "html"))),
             560,
         ),
-        "docs/, words": (words("docs/*.md"), 14_920),
+        "docs/, words": (words("docs/*.md"), 14_000),
         "README.md, lines": (lines("README.md"), 150),
         "flags of grpo.py": (len(dataclasses.fields(Args)), 106),
         "our modules that import grpo loads": (len(modules()[0]), 37),
