@@ -307,7 +307,7 @@ def test_tokens(visit, tmp_path, width):
     assert classes(1)[0] == ["up"] and classes(3) == [["none"]] * 4
     assert page.inner_text("#lowest") == "-0.503" and page.inner_text("#highest") == "0.503"
     assert "blue: more likely" in page.inner_text("#scale")
-    assert "4 responses of a group at step 2; math 0.5 ± 0.577" in page.inner_text("#sample")
+    assert "4 responses of a group at step 2; mean math 0.5 ± 0.577" in page.inner_text("#sample")
     assert [cards.nth(i).inner_text().count("chosen in the list") for i in range(4)] == [1, 0, 0, 0]
     assert [cards.nth(i).inner_text().count("advantage -1") for i in range(4)] == [1, 0, 0, 0]
     cards.nth(2).locator("span.up").first.hover()

@@ -74,7 +74,7 @@ function open(sample, other) {
 /** Return the line above a group, of which the log may have a part. */
 function summary(group) {
   const values = (key) => group.map((one) => one[key]).filter((x) => typeof x === "number");
-  const fact = (key) => `${key} ${format(mean(values(key)))} ± ${format(Math.sqrt(unbiasedVariance(values(key))))}`;
+  const fact = (key) => `mean ${key} ${format(mean(values(key)))} ± ${format(Math.sqrt(unbiasedVariance(values(key))))}`;
   const facts = SCORES.filter((key) => key !== "advantage" && values(key).length > 1).map(fact);
   return [`${group.length} responses of a group at step ${group[0].step}`, ...facts].join("; ");
 }
