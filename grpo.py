@@ -52,22 +52,19 @@ from plumbing.cli import (
 )
 from plumbing.data.mixture import next_prompts, take_prompts
 from plumbing.data.rows import Row
-from plumbing.models.forward import head_logits, last_hidden_states, recomputed
+from plumbing.models.forward import expand_cache, head_logits, last_hidden_states, recomputed
 from plumbing.models.sharding import model_device, set_gradient_sync, sync_reference
 from plumbing.rewards.sources import reward_weights
-from plumbing.rollout.batch import (
+from plumbing.rollout.batch import Batch, Sample, forbid_gradient, forward_batch, forward_tokens
+from plumbing.rollout.sampler import (
     MAX_REFILLS,
-    Batch,
     Experience,
-    Sample,
     Sampler,
-    forbid_gradient,
-    forward_batch,
-    forward_tokens,
+    invert_distribution,
+    logits_processors,
     prompts_to_add,
     select_groups,
 )
-from plumbing.rollout.decoding import expand_cache, invert_distribution, logits_processors
 from plumbing.run.command import parse, report_errors
 from plumbing.run.metrics import add_rollout, batch_metrics, mismatch_metrics
 from plumbing.run.setup import set_up

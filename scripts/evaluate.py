@@ -64,7 +64,8 @@ from plumbing.models.tokenizer import load_tokenizer_and_stop_ids
 from plumbing.rewards.answers import marked_number, stated_text
 from plumbing.rewards.sources import RewardSources, final_turn, why_unscorable
 from plumbing.rollout import engines
-from plumbing.rollout.batch import Batch, Sampler, unscored
+from plumbing.rollout.batch import Batch
+from plumbing.rollout.sampler import Sampler, unscored
 from plumbing.run import evaluation
 from plumbing.run.command import parse, report_errors
 from plumbing.run.folder import git_commit, run_of, versions

@@ -26,7 +26,8 @@ from extras.vllm.sampling import VllmSampling
 from plumbing.models.loading import load_model, precision
 from plumbing.processes import EventLoop
 from plumbing.rewards.sources import EpisodeSource, RewardSources
-from plumbing.rollout.batch import Sampler, forward_batch
+from plumbing.rollout.batch import forward_batch
+from plumbing.rollout.sampler import Sampler
 from plumbing.run.metrics import conversation_metrics
 
 WORLD = utils.World(0, 1, CPU)

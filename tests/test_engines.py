@@ -24,8 +24,9 @@ from plumbing.data.mixture import next_prompts
 from plumbing.models import loading
 from plumbing.rewards.sources import Scoring
 from plumbing.rollout import engines
-from plumbing.rollout.batch import Batch, Experience, Sample, Sampler
+from plumbing.rollout.batch import Batch, Sample
 from plumbing.rollout.rollouts import Rollouts
+from plumbing.rollout.sampler import Experience, Sampler
 
 
 class StandIn:

@@ -10,7 +10,8 @@ import torch
 
 import grpo
 import utils
-from plumbing.rollout.batch import Batch, Sample, Sampler
+from plumbing.rollout.batch import Batch, Sample
+from plumbing.rollout.sampler import Sampler
 from plumbing.run import evaluation
 from plumbing.run.metrics import add_rollout, batch_metrics, mismatch_metrics
 

@@ -31,7 +31,8 @@ from plumbing.rewards.sources import (
     is_scored_by,
     why_unscorable,
 )
-from plumbing.rollout.batch import Batch, Sample, unscored
+from plumbing.rollout.batch import Batch, Sample
+from plumbing.rollout.sampler import unscored
 from plumbing.run.metrics import batch_metrics, correct_responses, sample_rows
 from utils import UserError
 

@@ -26,17 +26,12 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import utils
 from grpo import Args, generate
+from plumbing.models.forward import ROOM, RoomyLayer, attend_by_group, expand_cache
 from plumbing.models.loading import precision
 from plumbing.processes import EventLoop
 from plumbing.rewards.sources import RewardSources
-from plumbing.rollout import decoding
-from plumbing.rollout.batch import Batch, Sampler
-from plumbing.rollout.decoding import (
-    RoomyLayer,
-    attend_by_group,
-    expand_cache,
-    invert_distribution,
-)
+from plumbing.rollout.batch import Batch
+from plumbing.rollout.sampler import Sampler, invert_distribution
 
 FAMILIES = ["qwen2", "llama", "gemma", "gemma2", "gpt_neox", "gpt2"]
 F64 = torch.float64
@@ -264,7 +259,7 @@ def test_a_layer_with_room_is_one_without():
     states = lambda rows, length: torch.randn(2, rows, 2, length, 4, generator=numbers)
     plain.update(*states(3, 5))
     roomy = RoomyLayer(plain)
-    for length in (1, 1, decoding.ROOM - 2, 1, 1, 3 * decoding.ROOM):
+    for length in (1, 1, ROOM - 2, 1, 1, 3 * ROOM):
         new = states(3, length)
         for a, b in zip(roomy.update(*new), plain.update(*new)):
             assert torch.equal(a, b)

@@ -51,7 +51,7 @@ def again(monkeypatch):
     """A function that trains on the rollouts of a run; what samples raises an error."""
 
     def run(values: dict, script: str = "grpo", **changes) -> dict:
-        monkeypatch.setattr("plumbing.rollout.batch.Sampler.sample", None)
+        monkeypatch.setattr("plumbing.rollout.sampler.Sampler.sample", None)
         values = {
             **values,
             "rollouts_from": str(folder_of(values)),

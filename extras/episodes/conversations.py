@@ -90,7 +90,7 @@ class DecodeLoop:
     """
 
     generate: Callable
-    draws: np.ndarray | None  # see `plumbing.rollout.batch.Sampler.sample`
+    draws: np.ndarray | None  # see `plumbing.rollout.sampler.Sampler.sample`
     stop_strings: Callable | None
     at_once: int  # most conversations under way
     left: int  # conversations that have not ended
@@ -179,7 +179,7 @@ class Conversations:
 
         Args:
             seeds: of the random numbers of tools and environments, one per row.
-            draws: see `plumbing.rollout.batch.Sampler.sample`.
+            draws: see `plumbing.rollout.sampler.Sampler.sample`.
             end: called with the place of a row and its Conversation once that has ended: for all
                 rows, unless this is interrupted or the engine fails.
             engine: see plumbing/rollout/engines.py; without one, `generate`, the scripts' decode

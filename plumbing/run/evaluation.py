@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from plumbing.data.rows import Row
-from plumbing.rollout.batch import Sampler
+from plumbing.rollout.sampler import Sampler
 from plumbing.run.metrics import batch_metrics, correct_responses, nanmean, sample_rows
 
 

@@ -232,7 +232,7 @@ class Run:
         rollout.
 
         Args:
-            key: of the rollout, see `plumbing.rollout.batch.Sampler.rollout`.
+            key: of the rollout, see `plumbing.rollout.sampler.Sampler.rollout`.
         """
         # A key is name, seed and, of a rollout, the step.
         steps = {"rollout": (self.state["step"] + 1,), "evaluation": ()}
