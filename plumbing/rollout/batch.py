@@ -17,8 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 import utils
 from plumbing.cli import ModelArgs
-from plumbing.data.rows import Row
-from plumbing.rewards.sources import is_scored_by
+from plumbing.data.rows import Row, is_scored_by
 
 if TYPE_CHECKING:  # imported where a flag asks for it
     from extras.episodes.conversations import Conversation

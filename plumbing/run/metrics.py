@@ -10,7 +10,8 @@ from tokenizers.decoders import DecodeStream
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from plumbing.rewards.sources import RewardSources, is_scored_by
+from plumbing.data.rows import is_scored_by
+from plumbing.rewards.sources import RewardSources
 from plumbing.rollout.batch import Batch
 from plumbing.run.log import USUAL
 from utils import Sums, warn
