@@ -294,7 +294,7 @@ def main(args: Args) -> None:
         key = ("evaluation", args.seed, first) if first else ("evaluation", args.seed)
         part = prompts.skip(first).take(PROMPTS_AT_ONCE)
         try:
-            batch = sampler.rollout(part, n if args.temperature else 0, key)
+            batch = sampler.rollout(part, n if args.temperature else 0, key, not args.temperature)
         except utils.Interrupted as error:
             if engine is None or not engine.failure:
                 raise

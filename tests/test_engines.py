@@ -43,8 +43,8 @@ class StandIn:
         self.calls += 1
         if self.calls == self.fails_at:
             self.failure = "vLLM failed (RuntimeError: it broke)"
-        for place, seed in enumerate([] if self.failure else seeds or [0] * len(queries)):
-            end(place, [3 + seed % 90, stop_ids[0]], {"rollout_logprobs": [-4.5, -4.5]})
+        for place, seed in enumerate([] if self.failure else seeds):
+            end(place, [3 + (seed or 0) % 90, stop_ids[0]], {"rollout_logprobs": [-4.5, -4.5]})
 
     def sync(self, model, step):
         pass

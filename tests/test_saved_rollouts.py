@@ -20,10 +20,10 @@ def score(prompts, responses, **columns):
     alike = [ord(prompt[0]) % 2 == 0 for prompt in prompts]
     return [0 if same else x and {"score": x / 7, "sum": x} or None for same, x in zip(alike, sums)]
 """
-# Flags by script, and a file of step 1: a rollout of a refill, or of greedy baselines.
+# Flags by script, and a file of step 1, of grpo.py that of a refill.
 CASES = {
     "grpo": ({"filter_groups": "refill", "length_penalty": 0.1}, "rollout_1_1_1.jsonl"),
-    "rloo": ({"advantage": "remax"}, "greedy_1_1.jsonl"),
+    "rloo": ({"advantage": "remax"}, "rollout_1_1.jsonl"),
     "ppo": ({"reward_normalization": True}, "rollout_1_1.safetensors"),
     "distill": ({"on_policy_share": 0.5, "rollout_batch_size": 6}, "rollout_1_1.safetensors"),
 }

@@ -171,7 +171,6 @@ def test_a_bar_on_a_terminal_and_lines_elsewhere(tmp_path, monkeypatch, capsys, 
     "phase, key, shown",
     [
         ("rollout", ("rollout", 1, 4), True),
-        ("rollout", ("greedy", 1, 4), True),
         ("rollout", ("rollout", 1, 5), False),  # ahead, with --async_steps
         ("evaluation", ("evaluation", 1), True),
         ("evaluation", ("rollout", 1, 4), False),

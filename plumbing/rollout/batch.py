@@ -34,6 +34,7 @@ class Sample:
     stopped: bool  # whether it ended before --max_response_length cut it off
     conversation: "Conversation | None" = None  # with --tools or --environment
     text: str = ""
+    greedy: bool = False  # whether each token is the most likely one, none is drawn
     # By reward source; NaN where it gave none.
     scores: dict[str, float] = field(default_factory=dict)
     # Where in `response` another context begins, which does not see what is before: of an agent.
@@ -231,13 +232,6 @@ def collate(rows: list[tuple], device: torch.device) -> tuple[Tensor, Tensor]:
     return input_ids.to(device), mask.to(device)  # at the end: a GPU would wait for each row
 
 
-def pad_rows(flat: Tensor, mask: Tensor) -> Tensor:
-    """Lay values of response tokens, row after row, out as (N, T) along a mask (N, T); 0 elsewhere.
-    Differentiable.
-    """
-    return torch.zeros(mask.shape, dtype=flat.dtype, device=flat.device).masked_scatter(mask, flat)
-
-
 def forbid_gradient(name: str, x: Tensor) -> Tensor:
     """Return a tensor without gradient that raises where a loss uses it, since that term would
     train nothing.
@@ -257,9 +251,12 @@ def forward_tokens(
     module: torch.nn.Module, inputs: tuple, mask: Tensor, **options: Any
 ) -> dict[str, Tensor]:
     """Return `module(*inputs, **options)`, outputs (tokens,) by name, as (n, T) along the response
-    mask (n, T).
+    mask (n, T); 0 elsewhere.
     """
-    return {name: pad_rows(x, mask) for name, x in module(*inputs, **options).items()}
+    return {
+        name: x.new_zeros(mask.shape).masked_scatter(mask, x)
+        for name, x in module(*inputs, **options).items()
+    }
 
 
 @torch.no_grad()

@@ -90,38 +90,45 @@ class Sampler:
         self.reward_sources.waited = 0.0
         return {"time/reward": waited, **(self.engine or self.decoding).metrics()}
 
-    def rollout(self, rows: list[Row], samples: int, key: tuple) -> "Batch":
+    def rollout(self, rows: list[Row], samples: int, key: tuple, greedy: bool = False) -> Batch:
         """Sample and score responses to some prompts, spread over the ranks.
 
         Args:
             rows: prompts of all ranks.
-            samples: responses per prompt; 0 for a single greedy one.
+            samples: responses per prompt whose tokens are drawn.
             key: names the random numbers, see `utils.generator`.
+            greedy: whether each prompt also gets a greedy response, the last of its group.
         Returns:
             The Batch, the same on every rank.
         Raises:
             Interrupted: on all ranks, if one of them was asked to save and exit.
         """
-        rows = [row for row in rows for _ in range(samples or 1)]
-        size = samples or 1 if self.reward_sources.whole else 1
-        groups = [range(i, i + size) for i in range(0, len(rows), size)]
-        local = list(chain(*self.world.shard(groups)))  # the responses of this rank
-        draws, tool_seeds = self.random_numbers(len(rows), key)
-
+        size = samples + greedy  # of a group, the responses to a prompt
+        draws, tool_seeds = self.random_numbers(len(rows), samples, key, greedy)
+        rows = [row for row in rows for _ in range(size)]
+        at_once = size if self.reward_sources.whole else 1  # responses that one rank has to have
+        parts = [range(i, i + at_once) for i in range(0, len(rows), at_once)]
+        local = list(chain(*self.world.shard(parts)))  # the responses of this rank
         scoring = Scoring(self.reward_sources, self.interrupted)
 
-        def end(place: int, sample: Sample) -> None:
+        def end(place: int, response: list[int], outputs: dict, conversation: Any = None) -> None:
+            """Have a response scored that has ended, while others are sampled."""
+            i = local[place]
+            if conversation:
+                stopped = conversation.stop_reason != "length"
+                sample = Sample(conversation.row, response, outputs, stopped, conversation)
+                sample.starts = conversation.starts
+                # Arrays, as ranks send each other the conversation, too.
+                conversation.response, conversation.outputs = sample.response, sample.outputs
+            else:
+                sample = Sample(rows[i], response, outputs, response[-1] in self.stop_ids)
+            sample.greedy = i % size == samples
             sample.text = self.tokenizer.decode(sample.response, skip_special_tokens=True)
             scoring.add(place, sample)
             self.show_ended(key, len(scoring.samples), len(local))
 
         self.show_ended(key, 0, len(local))
-        self.sample(
-            [rows[i] for i in local],
-            draws[local] if samples else None,
-            tool_seeds[local].tolist(),
-            end,
-        )
+        self.sample([rows[i] for i in local], draws[local], tool_seeds[local].tolist(), end)
         if self.world.any(self.interrupted() or len(scoring.samples) < len(local)):
             raise utils.Interrupted
         responses = scoring.finish()
@@ -144,45 +151,43 @@ class Sampler:
             )
         return batch
 
-    def random_numbers(self, responses: int, key: tuple) -> tuple[np.ndarray, np.ndarray]:
+    def random_numbers(
+        self, prompts: int, samples: int, key: tuple, greedy: bool
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Return a row of random numbers for each response of all ranks, whichever rank samples it.
 
         Returns:
             (N, T) uniform numbers for the tokens of the decode loop, or (N, 1) seeds for an
-            engine; and (N,) seeds for the random numbers of tools.
+            engine, -1 for a greedy response; and (N,) seeds for the random numbers of tools.
         """
         rng = utils.generator(*key)
-        tool_seeds = np.zeros(responses, dtype=int)
+        tool_seeds = np.zeros((prompts, samples), dtype=int)
         if self.conversations:
-            tool_seeds = rng.integers(2**62, size=responses)
+            tool_seeds = rng.integers(2**62, size=(prompts, samples))
+        draws: np.ndarray
         if self.engine is None:
-            return rng.random((responses, self.args.max_response_length)), tool_seeds
-        return rng.integers(2**62, size=(responses, 1)), tool_seeds
+            draws = rng.random((prompts, samples, self.args.max_response_length))
+        else:
+            draws = rng.integers(2**62, size=(prompts, samples, 1))
+        if greedy:
+            draws = np.insert(draws, samples, -1, axis=1)
+            # Drawn last: the other responses have the same numbers without a greedy one.
+            of_greedy = rng.integers(2**62, size=prompts)
+            tool_seeds = np.insert(tool_seeds, samples, of_greedy, axis=1)
+        return draws.reshape(-1, draws.shape[-1]), tool_seeds.flatten()
 
     def sample(
-        self, rows: list[Row], draws: np.ndarray | None, tool_seeds: list[int], end: Callable
+        self, rows: list[Row], draws: np.ndarray, tool_seeds: list[int], end: Callable
     ) -> None:
         """Sample a response to each row, by the engine or by the script's decode loop; if
         interrupted, not to all.
 
         Args:
             rows: prompts of this rank, one for each response.
-            draws, tool_seeds: see `random_numbers`, a row for each response; no draws for greedy
-                decoding.
-            end: called with the place of a row and its Sample, once the response has ended.
+            draws, tool_seeds: see `random_numbers`, a row for each response.
+            end: called once a response has ended with the place of its row, the response, its outputs
+                and, if it is one, its Conversation.
         """
-
-        def end_response(place: int, response: list[int], outputs: dict[str, list]) -> None:
-            stopped = response[-1] in self.stop_ids
-            end(place, Sample(rows[place], response, outputs, stopped))
-
-        def end_conversation(place: int, x: Any) -> None:
-            stopped = x.stop_reason != "length"
-            sample = Sample(x.row, x.response, x.outputs, stopped, x, starts=x.starts)
-            x.response = sample.response
-            x.outputs = sample.outputs
-            end(place, sample)
-
         with contextlib.ExitStack() as stack:
             if self.engine is None:
                 stack.enter_context(unsharded(self.model))
@@ -196,25 +201,25 @@ class Sampler:
                     tool_seeds,
                     draws,
                     self.interrupted,
-                    end_conversation,
+                    lambda place, x: end(place, x.response, x.outputs, x),
                     self.engine,
                     self.in_batches,
                 )
             elif self.engine is None:
-                uniforms = None if draws is None else torch.from_numpy(draws)
-                for response in self.in_batches(queries, uniforms):
-                    end_response(*response)
+                lengths = [self.args.max_response_length] * len(rows)
+                for response in self.in_batches(queries, torch.from_numpy(draws), lengths):
+                    end(*response)
             else:
-                seeds = None if draws is None else draws[:, 0].tolist()
+                seeds = [None if seed < 0 else seed for seed in draws[:, 0].tolist()]
                 self.engine.generate(
-                    queries, seeds, self.stop_ids, self.args, self.interrupted, end_response
+                    queries, seeds, self.stop_ids, self.args, self.interrupted, end
                 )
 
     def in_batches(
         self,
         queries: list[list[int]],
-        uniforms: Tensor | None,
-        lengths: list[int] | None = None,
+        uniforms: Tensor,
+        lengths: list[int],
         stop_strings: Callable | None = None,
     ) -> Iterator[tuple[int, list[int], dict[str, list[float]]]]:
         """Call the script's decode loop with --generation_batch_size queries at a time; if
@@ -227,17 +232,15 @@ class Sampler:
             if self.interrupted():
                 return
             part = slice(start, start + size)
-            numbers = None if uniforms is None else uniforms[part]
-            limits = lengths and lengths[part]
             interrupted = self.decoding.timed(self.interrupted)
             sampled = self.generate(
                 self.model,
                 queries[part],
-                numbers,
+                uniforms[part],
                 self.stop_ids,
                 self.args,
                 interrupted,
-                limits,
+                lengths[part],
                 stop_strings,
             )
             for place, response, outputs in sampled:
@@ -330,14 +333,14 @@ def unscored(batch: Batch, reward_sources: RewardSources, args: RewardArgs) -> s
 
 def invert_distribution(weights: Tensor, uniforms: Tensor) -> Tensor:
     """Return the first token of each row up to which the weights sum to more than a share `uniforms`
-    of all: (n, 1).
+    of all, or the token of the largest weight for -1: (n, 1).
 
     Sums are float64, as a float32 sum over 150,000 tokens would distort the rare ones: first those
     of blocks of tokens, then those of the tokens of one block, for the sake of speed.
 
     Args:
         weights: (n, V), not negative; 0 for a token that is never drawn. uniforms: (n, 1) float64 in
-            [0, 1).
+            [0, 1), or -1.
     """
     blocks = pad(weights, (0, -weights.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
     ends = blocks.sum(-1, dtype=torch.float64).cumsum(-1)  # (n, V / BLOCK)
@@ -351,11 +354,12 @@ def invert_distribution(weights: Tensor, uniforms: Tensor) -> Tensor:
     # This sum of the block may differ from the one above by rounding.
     goal = torch.minimum(goal - begin, inside[:, -1:].nextafter(torch.zeros_like(goal)))
     token = block * BLOCK + torch.searchsorted(inside, goal, right=True)
-    return token.clamp_(max=weights.shape[1] - 1)
+    token = token.clamp_(max=weights.shape[1] - 1)
+    return token.where(uniforms >= 0, weights.argmax(-1, keepdim=True))
 
 
 def logits_processors(
-    args: Any, width: int, stop_ids: list[int], sample: bool, device: torch.device
+    args: Any, width: int, stop_ids: list[int], device: torch.device
 ) -> list[Callable]:
     """Return transformers' functions (sequences, scores) -> scores that change the next token's
     logits, in order.
@@ -368,7 +372,7 @@ def logits_processors(
         processors.append(
             logits_process.MinNewTokensLengthLogitsProcessor(width, shortest, stop_ids, device)
         )
-    if sample:
+    if args.temperature:  # 0, of scripts/evaluate.py: all responses are greedy
         processors.append(logits_process.TemperatureLogitsWarper(args.temperature))
         if args.top_p < 1:
             processors.append(logits_process.TopPLogitsWarper(args.top_p))
