@@ -506,26 +506,20 @@ def repeating(*inputs):
         yield place, response, {**values, "again": response}
 
 
-@pytest.mark.parametrize("greedy", [False, True])
-def test_a_greedy_response_changes_no_other_one(setting, greedy):
-    """Of which each prompt gets one, behind the others: -1 in place of its random numbers."""
+def test_a_greedy_response_changes_no_other_one(setting):
+    """Each prompt gets one, behind the others: it has -1 in place of random numbers."""
     sampler, rows = setting
-    batch = sampler.rollout(rows, 3, KEY, greedy=True)
-    assert [sample.greedy for sample in batch.samples] == [False, False, False, True] * 5
-    alone = sampler.rollout(rows, 3 * (not greedy), KEY, greedy)
-    assert responses_of(alone) == [
-        sample.response.tolist() for sample in batch.samples if sample.greedy == greedy
-    ]
-
-
-def test_random_numbers_of_a_greedy_response(setting):
+    last = np.arange(20) % 4 == 3
+    samples = sampler.rollout(rows, 3, KEY, greedy=True).samples
+    assert [x.greedy for x in samples] == last.tolist()
+    others = [x.response.tolist() for x in samples if not x.greedy]
+    assert others == responses_of(sampler.rollout(rows, 3, KEY))
     for engine in (None, "vllm"):
-        sampler = replace(setting[0], engine=engine, conversations="tools")
-        plain = sampler.random_numbers(5, 3, KEY, greedy=False)
+        sampler = replace(sampler, engine=engine, conversations="tools")
         draws, seeds = sampler.random_numbers(5, 3, KEY, greedy=True)
-        others = np.arange(20) % 4 < 3
-        assert (draws[~others] == -1).all() and np.array_equal(draws[others], plain[0])
-        assert np.array_equal(seeds[others], plain[1]) and len({*seeds}) == 20
+        plain = sampler.random_numbers(5, 3, KEY, greedy=False)
+        assert (draws[last] == -1).all() and len({*seeds}) == 20
+        assert np.array_equal(draws[~last], plain[0]) and np.array_equal(seeds[~last], plain[1])
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,9 @@ def test_a_second_run_is_the_first(tmp_path, again, script):
     run_here(values := flags(tmp_path, script, **changes), script)
     assert_same_run(again(values, script), values)
     assert (folder_of(values) / "rollouts" / file).exists()
+    if script == "rloo":  # the same responses, without the greedy ones
+        other = metrics_of(again(values, script, run_name="other", advantage="rloo"))
+        assert other[0]["objective/scores"] == metrics_of(values)[0]["objective/scores"]
 
 
 def test_other_flags_train_on_them_and_a_step_is_repeated(tmp_path, monkeypatch, again):
