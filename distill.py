@@ -56,10 +56,16 @@ from plumbing.data.formats import Learn
 from plumbing.data.mixture import count_steps, take_prompts
 from plumbing.data.rows import Row
 from plumbing.models import loading
-from plumbing.models.forward import expand_cache, head_logits, last_hidden_states
+from plumbing.models.forward import (
+    expand_cache,
+    head_logits,
+    invert_distribution,
+    last_hidden_states,
+    logits_processors,
+)
 from plumbing.models.sharding import model_device, set_gradient_sync, sync_reference
 from plumbing.rollout.batch import Batch, Sample, forbid_gradient, forward_tokens
-from plumbing.rollout.sampler import Experience, Sampler, invert_distribution, logits_processors
+from plumbing.rollout.sampler import Experience, Sampler
 from plumbing.run.command import parse, report_errors
 from plumbing.run.metrics import add_rollout, batch_metrics, mismatch_metrics
 from plumbing.run.setup import Setup, set_up

@@ -52,7 +52,14 @@ from plumbing.cli import (
 )
 from plumbing.data.mixture import next_prompts, take_prompts
 from plumbing.data.rows import Row
-from plumbing.models.forward import expand_cache, head_logits, last_hidden_states, recomputed
+from plumbing.models.forward import (
+    expand_cache,
+    head_logits,
+    invert_distribution,
+    last_hidden_states,
+    logits_processors,
+    recomputed,
+)
 from plumbing.models.sharding import model_device, set_gradient_sync, sync_reference
 from plumbing.rewards.sources import reward_weights
 from plumbing.rollout.batch import Batch, Sample, forbid_gradient, forward_batch, forward_tokens
@@ -60,8 +67,6 @@ from plumbing.rollout.sampler import (
     MAX_REFILLS,
     Experience,
     Sampler,
-    invert_distribution,
-    logits_processors,
     prompts_to_add,
     select_groups,
 )

@@ -27,12 +27,18 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import utils
 from grpo import Args, generate
-from plumbing.models.forward import ROOM, RoomyLayer, attend_by_group, expand_cache
+from plumbing.models.forward import (
+    ROOM,
+    RoomyLayer,
+    attend_by_group,
+    expand_cache,
+    invert_distribution,
+)
 from plumbing.models.loading import precision
 from plumbing.processes import EventLoop
 from plumbing.rewards.sources import RewardSources
 from plumbing.rollout.batch import Batch
-from plumbing.rollout.sampler import Sampler, invert_distribution
+from plumbing.rollout.sampler import Sampler
 
 FAMILIES = ["qwen2", "llama", "gemma", "gemma2", "gpt_neox", "gpt2"]
 F64 = torch.float64

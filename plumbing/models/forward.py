@@ -1,5 +1,8 @@
 """How a causal language model computes: its hidden states, what follows its head, recomputation and
-torch.compile; whether it can train and sample in this way; its attention, and the decode loop's cache.
+torch.compile; and whether it can train and sample in this way.
+
+Below that, what the decode loop of a script (`generate`) calls: the cache, with keys and values of a
+response's tokens so far, how the next token attends to it, and how that token is drawn.
 """
 
 import functools
@@ -12,6 +15,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, Cache, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
+from transformers.generation import logits_process
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -31,6 +35,7 @@ LOGIT_FACTORS = {
 # of those that it holds: much room makes attention slower in a small cache, and little room copies a
 # large one often.
 ROOM = 16
+BLOCK = 256  # tokens of the vocabulary that `invert_distribution` sums at once
 
 
 def last_hidden_states(model: PreTrainedModel, input_ids: Tensor, shared: int = 0) -> Tensor:
@@ -255,3 +260,51 @@ def attend_by_group(
 
 
 AttentionInterface.register("sdpa", attend_by_group)
+
+
+def invert_distribution(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """Return the first token of each row up to which the weights sum to more than a share `uniforms`
+    of all, or the token of the largest weight for -1: (n, 1).
+
+    Sums are float64, as a float32 sum over 150,000 tokens would distort the rare ones: first those
+    of blocks of tokens, then those of the tokens of one block, for the sake of speed.
+
+    Args:
+        weights: (n, V), not negative; 0 for a token that is never drawn. uniforms: (n, 1) float64 in
+            [0, 1), or -1.
+    """
+    blocks = pad(weights, (0, -weights.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
+    ends = blocks.sum(-1, dtype=torch.float64).cumsum(-1)  # (n, V / BLOCK)
+    goal = uniforms * ends[:, -1:]
+    # NaN weights would give an index past the end, here and below.
+    block = torch.searchsorted(ends, goal, right=True).clamp_(max=ends.shape[1] - 1)
+    begin = pad(ends, (1, 0)).gather(1, block)
+    inside = blocks[torch.arange(len(blocks), device=blocks.device), block[:, 0]].cumsum(
+        -1, dtype=torch.float64
+    )
+    # This sum of the block may differ from the one above by rounding.
+    goal = torch.minimum(goal - begin, inside[:, -1:].nextafter(torch.zeros_like(goal)))
+    token = block * BLOCK + torch.searchsorted(inside, goal, right=True)
+    token = token.clamp_(max=weights.shape[1] - 1)
+    return token.where(uniforms >= 0, weights.argmax(-1, keepdim=True))
+
+
+def logits_processors(
+    args: Any, width: int, stop_ids: list[int], device: torch.device
+) -> list[Callable]:
+    """Return transformers' functions (sequences, scores) -> scores that change the next token's
+    logits, in order.
+    """
+    processors: list[Callable] = []
+    if args.repetition_penalty != 1:
+        processors.append(logits_process.RepetitionPenaltyLogitsProcessor(args.repetition_penalty))
+    if args.min_response_length > 0:
+        shortest = args.min_response_length
+        processors.append(
+            logits_process.MinNewTokensLengthLogitsProcessor(width, shortest, stop_ids, device)
+        )
+    if args.temperature:  # 0, of scripts/evaluate.py: all responses are greedy
+        processors.append(logits_process.TemperatureLogitsWarper(args.temperature))
+        if args.top_p < 1:
+            processors.append(logits_process.TopPLogitsWarper(args.top_p))
+    return processors

@@ -1,7 +1,4 @@
-"""The rollout of a step: responses sampled and scored on all ranks, and which of them train.
-
-Below that, how the decode loop of a script (`generate`) draws a token.
-"""
+"""The rollout of a step: responses sampled and scored on all ranks, and which of them train."""
 
 import contextlib
 import copy
@@ -14,9 +11,7 @@ from typing import TYPE_CHECKING, Any, Callable, Iterator
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from transformers import PreTrainedTokenizerBase
-from transformers.generation import logits_process
 
 import utils
 from plumbing.cli import RewardArgs
@@ -33,7 +28,6 @@ if TYPE_CHECKING:  # imported where a flag asks for them
 
 # Further rollouts of a step with --filter_groups refill; then it trains on the groups that it has.
 MAX_REFILLS = 9
-BLOCK = 256  # tokens of the vocabulary that `invert_distribution` sums at once
 
 
 @dataclass(frozen=True)
@@ -274,9 +268,11 @@ def prompts_to_add(has_signal: Tensor, latest: Batch, sampler: Sampler) -> int:
     args = sampler.args
     wanted = args.rollout_batch_size
     groups = int(has_signal.sum())
-    if args.filter_groups != "refill" or groups >= wanted:
-        return 0
-    if unscored(latest, sampler.reward_sources, args):
+    if (
+        args.filter_groups != "refill"
+        or groups >= wanted
+        or unscored(latest, sampler.reward_sources, args)
+    ):
         return 0
     # As many as are needed if the next prompts are like those so far.
     return min(wanted, math.ceil((wanted - groups) * len(has_signal) / max(1, groups)))
@@ -329,51 +325,3 @@ def unscored(batch: Batch, reward_sources: RewardSources, args: RewardArgs) -> s
         if weight and len(scored) and scored.isnan().all():
             return reward_sources.why_missing(name)
     return ""
-
-
-def invert_distribution(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Return the first token of each row up to which the weights sum to more than a share `uniforms`
-    of all, or the token of the largest weight for -1: (n, 1).
-
-    Sums are float64, as a float32 sum over 150,000 tokens would distort the rare ones: first those
-    of blocks of tokens, then those of the tokens of one block, for the sake of speed.
-
-    Args:
-        weights: (n, V), not negative; 0 for a token that is never drawn. uniforms: (n, 1) float64 in
-            [0, 1), or -1.
-    """
-    blocks = pad(weights, (0, -weights.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
-    ends = blocks.sum(-1, dtype=torch.float64).cumsum(-1)  # (n, V / BLOCK)
-    goal = uniforms * ends[:, -1:]
-    # NaN weights would give an index past the end, here and below.
-    block = torch.searchsorted(ends, goal, right=True).clamp_(max=ends.shape[1] - 1)
-    begin = pad(ends, (1, 0)).gather(1, block)
-    inside = blocks[torch.arange(len(blocks), device=blocks.device), block[:, 0]].cumsum(
-        -1, dtype=torch.float64
-    )
-    # This sum of the block may differ from the one above by rounding.
-    goal = torch.minimum(goal - begin, inside[:, -1:].nextafter(torch.zeros_like(goal)))
-    token = block * BLOCK + torch.searchsorted(inside, goal, right=True)
-    token = token.clamp_(max=weights.shape[1] - 1)
-    return token.where(uniforms >= 0, weights.argmax(-1, keepdim=True))
-
-
-def logits_processors(
-    args: Any, width: int, stop_ids: list[int], device: torch.device
-) -> list[Callable]:
-    """Return transformers' functions (sequences, scores) -> scores that change the next token's
-    logits, in order.
-    """
-    processors: list[Callable] = []
-    if args.repetition_penalty != 1:
-        processors.append(logits_process.RepetitionPenaltyLogitsProcessor(args.repetition_penalty))
-    if args.min_response_length > 0:
-        shortest = args.min_response_length
-        processors.append(
-            logits_process.MinNewTokensLengthLogitsProcessor(width, shortest, stop_ids, device)
-        )
-    if args.temperature:  # 0, of scripts/evaluate.py: all responses are greedy
-        processors.append(logits_process.TemperatureLogitsWarper(args.temperature))
-        if args.top_p < 1:
-            processors.append(logits_process.TopPLogitsWarper(args.top_p))
-    return processors
