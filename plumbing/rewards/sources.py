@@ -253,7 +253,8 @@ class Scoring:
         self.samples[place] = sample
         sample.step = self.reward_sources.state.get("step")
         sources = self.reward_sources.sources
-        scored_by = [name for name in sources if is_scored_by(sample.row, name)]
+        named = sample.row.get("sources")  # None: all of them score it, see `is_scored_by`
+        scored_by = [name for name in sources if named is None or name in named]
         sample.scores = dict.fromkeys(sources, 0.0) | dict.fromkeys(scored_by, math.nan)
         for name in scored_by:
             if not sources[name].whole and name not in self.reward_sources.models:
@@ -291,11 +292,13 @@ class Scoring:
         # the other, with all models of a rollout.
         with self.reward_sources.lock:
             for name, source in self.reward_sources.sources.items():
-                scored = [sample for sample in samples if is_scored_by(sample.row, name)]
-                if name in self.reward_sources.models:
-                    keep(name, scored, source.score(scored))
-                elif source.whole and scored:
-                    self._start(name, scored)
+                is_model = name in self.reward_sources.models
+                if is_model or source.whole:
+                    scored = [sample for sample in samples if is_scored_by(sample.row, name)]
+                    if is_model:
+                        keep(name, scored, source.score(scored))
+                    elif scored:
+                        self._start(name, scored)
         while (jobs := wait(self.jobs, timeout=0.1)).not_done and not self.interrupted():
             pass
         for job in jobs.not_done:

@@ -237,10 +237,12 @@ class Sampler:
                 lengths[part],
                 stop_strings,
             )
+            ended = []
             for place, response, outputs in sampled:
-                self.decoding.ended(queries[start + place], response)
+                ended.append((len(queries[start + place]), len(response)))
                 yield start + place, response, outputs
             interrupted()  # the end of the last pass
+            self.decoding.count_cached(ended)
 
 
 @dataclass
