@@ -20,10 +20,10 @@ def score(prompts, responses, **columns):
     alike = [ord(prompt[0]) % 2 == 0 for prompt in prompts]
     return [0 if same else x and {"score": x / 7, "sum": x} or None for same, x in zip(alike, sums)]
 """
-# Flags by script, and a file of step 1: a rollout of a refill, or of greedy baselines.
+# Flags by script, and a file of step 1, of grpo.py that of a refill.
 CASES = {
     "grpo": ({"filter_groups": "refill", "length_penalty": 0.1}, "rollout_1_1_1.jsonl"),
-    "rloo": ({"advantage": "remax"}, "greedy_1_1.jsonl"),
+    "rloo": ({"advantage": "remax"}, "rollout_1_1.jsonl"),
     "ppo": ({"reward_normalization": True}, "rollout_1_1.safetensors"),
     "distill": ({"on_policy_share": 0.5, "rollout_batch_size": 6}, "rollout_1_1.safetensors"),
 }
@@ -51,7 +51,7 @@ def again(monkeypatch):
     """A function that trains on the rollouts of a run; what samples raises an error."""
 
     def run(values: dict, script: str = "grpo", **changes) -> dict:
-        monkeypatch.setattr("plumbing.rollout.batch.Sampler.sample", None)
+        monkeypatch.setattr("plumbing.rollout.sampler.Sampler.sample", None)
         values = {
             **values,
             "rollouts_from": str(folder_of(values)),
@@ -70,6 +70,9 @@ def test_a_second_run_is_the_first(tmp_path, again, script):
     run_here(values := flags(tmp_path, script, **changes), script)
     assert_same_run(again(values, script), values)
     assert (folder_of(values) / "rollouts" / file).exists()
+    if script == "rloo":  # the same responses, without the greedy ones
+        other = metrics_of(again(values, script, run_name="other", advantage="rloo"))
+        assert other[0]["objective/scores"] == metrics_of(values)[0]["objective/scores"]
 
 
 def test_other_flags_train_on_them_and_a_step_is_repeated(tmp_path, monkeypatch, again):

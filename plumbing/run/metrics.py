@@ -10,7 +10,7 @@ from tokenizers.decoders import DecodeStream
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from plumbing.rewards.sources import RewardSources, is_scored_by
+from plumbing.rewards.sources import RewardSources
 from plumbing.rollout.batch import Batch
 from plumbing.run.log import USUAL
 from utils import Sums, warn
@@ -151,6 +151,12 @@ def sample_rows(batch: Batch, count: int, every: int = 1) -> list[dict]:
     scores and mean advantages.
     """
     advantages = batch.tokens.get("advantages")
+    mask = batch.response_mask
+    # (N,) each, NaN also where the source does not score the row
+    scores = {
+        name: x.masked_fill(~batch.scored_by(name), math.nan).tolist()
+        for name, x in batch.reward_components.items()
+    }
     rows = []
     for i in range(0, len(batch.samples), every)[:count]:
         sample = batch.samples[i]
@@ -160,10 +166,9 @@ def sample_rows(batch: Batch, count: int, every: int = 1) -> list[dict]:
             "response": sample.text,
             "answer": answer and str(answer)[:1000],  # the tests of a program may be long
         }
-        for name, scores in batch.reward_components.items():
-            row[name] = scores[i].item() if is_scored_by(sample.row, name) else math.nan
+        row |= {name: x[i] for name, x in scores.items()}
         if advantages is not None:
-            row["advantage"] = advantages[i][batch.response_mask[i]].mean().item()
+            row["advantage"] = advantages[i][mask[i]].mean().item()
         if sample.conversation is None:
             row["stop_reason"] = "stop" if sample.stopped else "length"
         else:
