@@ -33,7 +33,7 @@ def math(response: str, answer: Any) -> float:
 
 def reference_text(answer: Any) -> str:
     """Return what a response has to repeat of a reference; raise ValueError if that is nothing."""
-    reference = stated_answer("####" + gold_answer(answer))  # what follows this sign is one
+    reference = stated_answer("answer:" + gold_answer(answer))
     if not re.search(r"\w", reference) or len(reference) > LONGEST:
         raise ValueError(f"{answer!r:.60} is not an answer that a response can repeat")
     return reference
@@ -46,9 +46,11 @@ def reference_text(answer: Any) -> str:
 ANNOUNCED = re.compile(
     r"(?:(?i:answer|réponse|respuesta|antwort|risposta|resposta|ответ)"
     r"(?:[^.\n:]{0,80}?(?::|=|\b(?:is|are|(?:should|must|would|will) be|est|es|ist|é|è)\b)|\W{0,9}?(?=\n|\\\[|\\\(|\$))"
-    r"|(?:答案|答え|正解|정답)\W?[是为はは은]?|####(?=[^\n]*\s*$|\W*\d\S*\n))(?:[\s*_`#>:：]{0,9}\n\s*[-•*]\s)?[\s*_`#>:：]*"
+    r"|(?:答案|答え|正解|정답)\W?[是为はは은]?|####(?=[^\n]{0,500}\s*$|\W{0,9}\d\S{0,99}\n))(?:[\s*_`#>:：]{0,9}\n\s*[-•*]\s)?[\s*_`#>:：]*"
 )
-SENTENCE = re.compile(r"(?s)(?:\\\[.{0,500}?\\\]|\$\$.{0,500}?\$\$|[^\n.。।]|\.(?![\s*]|$))+")
+SENTENCE = re.compile(
+    r"(?s)(?:\\\[.{0,500}?\\\]|\$\$.{0,500}?\$\$|\\begin.{0,500}?\\end|[^\n.。।]|\.(?![\s*]|$))+"
+)
 # Bold, a formula or a number such as 2 1/4.
 PIECE = re.compile(
     r"(?s)(\*\*|`|\$).{1,200}?\1|\\[(\[].{1,200}?\\[)\]]|[^\s=\\]{0,9}[=\\]\S*|-?\d(?:[\d.,/:]| (?=\d+/\d|\d{3}\b))*%?"
