@@ -42,7 +42,8 @@ def reference_text(answer: Any) -> str:
 # ---- where the answer stands ---------------------------------------------------------------------
 
 
-# "answer" up to the next "is" or ":", or a line end or formula behind it; then markup.
+# "answer" up to the next "is" or ":", or a line end or formula behind it; or "####" if its line is
+# the last or a number, as others are headings. Then markup.
 ANNOUNCED = re.compile(
     r"(?:(?i:answer|réponse|respuesta|antwort|risposta|resposta|ответ)"
     r"(?:[^.\n:]{0,80}?(?::|=|\b(?:is|are|(?:should|must|would|will) be|est|es|ist|é|è)\b)|\W{0,9}?(?=\n|\\\[|\\\(|\$))"
