@@ -286,7 +286,9 @@ def invert_distribution(weights: Tensor, uniforms: Tensor) -> Tensor:
     goal = torch.minimum(goal - begin, inside[:, -1:].nextafter(torch.zeros_like(goal)))
     token = block * BLOCK + torch.searchsorted(inside, goal, right=True)
     token = token.clamp_(max=weights.shape[1] - 1)
-    return token.where(uniforms >= 0, weights.argmax(-1, keepdim=True))
+    if (uniforms < 0).any():  # most rollouts spare this pass over the weights
+        token = token.where(uniforms >= 0, weights.argmax(-1, keepdim=True))
+    return token
 
 
 def logits_processors(

@@ -155,20 +155,21 @@ class Sampler:
             engine, -1 for a greedy response; and (N,) seeds for the random numbers of tools.
         """
         rng = utils.generator(*key)
-        tool_seeds = np.zeros((prompts, samples), dtype=int)
+        count = prompts * samples
+        tool_seeds = np.zeros(count, dtype=int)
         if self.conversations:
-            tool_seeds = rng.integers(2**62, size=(prompts, samples))
+            tool_seeds = rng.integers(2**62, size=count)
         draws: np.ndarray
         if self.engine is None:
-            draws = rng.random((prompts, samples, self.args.max_response_length))
+            draws = rng.random((count, self.args.max_response_length))
         else:
-            draws = rng.integers(2**62, size=(prompts, samples, 1))
+            draws = rng.integers(2**62, size=(count, 1))
         if greedy:
-            draws = np.insert(draws, samples, -1, axis=1)
+            behind = samples * np.arange(1, prompts + 1)  # each group
+            draws = np.insert(draws, behind, -1, axis=0)
             # Drawn last: the other responses have the same numbers without a greedy one.
-            of_greedy = rng.integers(2**62, size=prompts)
-            tool_seeds = np.insert(tool_seeds, samples, of_greedy, axis=1)
-        return draws.reshape(-1, draws.shape[-1]), tool_seeds.flatten()
+            tool_seeds = np.insert(tool_seeds, behind, rng.integers(2**62, size=prompts))
+        return draws, tool_seeds
 
     def sample(
         self, rows: list[Row], draws: np.ndarray, tool_seeds: list[int], end: Callable
