@@ -21,7 +21,6 @@ tests/data/attacks_on_asserts.jsonl has what does not pass them.
 """
 
 import ast
-import builtins
 import json
 import math
 import re
@@ -44,17 +43,10 @@ def joined(lines: Any) -> str:
 
 Text = Annotated[str | list[str], pydantic.AfterValidator(joined)]
 # What asserts cannot use, as they are not in the process of the program.
-REFUSED = frozenset(
-    "mock unittest.mock patch monkeypatch builtins stdin stdout redirect_stdout capsys "
-    "inspect seed setrecursionlimit getcontext modules".split()
-)
-# Classes and global names, and what is changed in one process only: an attribute of a module, as in
-# math.pi = 3, or a copy of an attribute, as in root.children.append(1) and os.environ["A"] = "1".
-CHANGED = re.compile(
-    r"(?m)^\s*(?:class|global)\s"
-    r"|\bimport\b.*\b(\w+)\n(?s:.*)\b\1\.\w+ *=(?!=)"
-    r"|\w\.\w+(?:\[[^=\n]*\] *[-+*/|&]?=(?!=)|\.(?:append|extend|insert|add|update|remove|pop|clear)\()"
-)
+REFUSED = (
+    "mock unittest.mock patch monkeypatch builtins stdin stdout redirect_stdout capsys inspect "
+    "seed setrecursionlimit getcontext modules environ __globals__ exit quit"
+).split()
 LIBRARIES = "typing bisect collections functools heapq itertools math operator re string".split()
 DEFINITIONS = (ast.FunctionDef, ast.Import, ast.ImportFrom, ast.Assign)
 
@@ -85,17 +77,13 @@ def read_tests(answer: Any) -> Outputs | Calls:
     if isinstance(answer, (str, list)):
         asserts = joined(answer)
         tree = ast.parse(asserts)
-        if changed := CHANGED.search(asserts):
-            raise ValueError(
-                f"asserts with a class, global, or a change of a copy: {changed[0][-80:]!r}"
-            )
+        compile(tree, "asserts", "exec")
         for node in ast.walk(tree):
             match node:
+                case ast.ClassDef() | ast.Attribute(attr="main"):
+                    raise ValueError("asserts with a class or a runner of tests")
                 case ast.Name(name) | ast.Attribute(attr=name) | ast.alias(name) if name in REFUSED:
                     raise ValueError(f"asserts with {name}, in another process than the program")
-                case ast.Compare(ops=[ast.Is()], comparators=[ast.Name(name)]):
-                    if name not in vars(builtins):
-                        raise ValueError(f"asserts with 'is {name}', but values are copies")
         if all(isinstance(statement, DEFINITIONS) for statement in tree.body):
             raise ValueError("asserts that nothing calls would pass every program")
         return Calls(inputs=[], outputs=[], fn_name="", asserts=asserts)
@@ -125,18 +113,24 @@ def code(response: str, answer: Any, seconds: float = 24.0) -> float:
         f"import {name}\nfrom {name} import *"
         for name in (LIBRARIES if tests.fn_name else ["typing"])
     ]
-    read = []
+    read = set()
+    bound = set()
     for node in ast.walk(ast.parse(tests.asserts)):
         match node:
             case ast.Import() | ast.ImportFrom():
                 imports.append(ast.unparse(node))
+            case ast.alias(name, alias):
+                bound.add(alias or name)
+                read.add(alias or name)
             case ast.Name(name, ast.Load()):
-                read.append(name)
+                read.add(name)
+            case ast.Name(name) | ast.arg(name) | ast.FunctionDef(name):
+                bound.add(name)
     _, (_, printed) = sandbox.run(
         f"{HARNESS}\nprovide({imports})",
         [program],
         seconds,
-        json.dumps([tests.asserts, read, tests.fn_name, tests.inputs]),
+        json.dumps([tests.asserts, [*read - bound], [*bound - read], tests.fn_name, tests.inputs]),
     )
     try:
         values = json.loads(printed)
