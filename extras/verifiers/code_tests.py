@@ -6,7 +6,7 @@ plumbing/rewards/answers.py), without one the last bare ``` block, or all of it.
 are one of
   - Python with asserts (MBPP; HumanEval with its `check(name)` called at the end), as one text or a
     list of texts, also as JSON: run after the program, with __name__ == "__main__". Classes, such
-    as unittest's, are refused;
+    as unittest's, and calls of pytest.main are refused;
   - {"inputs": [...], "outputs": [...]}, also as JSON (APPS, TACO, DeepCoder): what the program
     reads and has to print, each a text or a list of lines. Compared line by line, without spaces at
     the ends; a number that the expected output writes with a point may differ by 1e-6;
@@ -14,9 +14,9 @@ are one of
     class Solution) has to return, compared as JSON. A value may be in a list of one, as in APPS.
     LIBRARIES are imported, as on LeetCode.
 
-Expected outputs and asserts never enter the process of a program. A second process, which has not
-run it, asks for calls by name and makes the values anew, see harness.py. So asserts cannot patch or
-watch what the program uses, and `is` finds only copies: such rows are refused.
+Expected outputs never enter the process of a program, and asserts do only after they have failed. A
+second process, which has not run it, asks for calls by name and makes the values anew, see
+harness.py. So asserts cannot patch or watch what the program uses: such rows are refused.
 tests/data/attacks_on_asserts.jsonl has what does not pass them.
 """
 
@@ -96,7 +96,8 @@ def read_tests(answer: Any) -> Outputs | Calls:
 def code(response: str, answer: Any, seconds: float = 24.0) -> float:
     """Return 1 if the program of a response passes all tests of its row, else 0; see `sandbox.run`.
 
-    Raise an exception for tests of another form, and if no program can be run.
+    Raise an exception for tests of another form, and RuntimeError if there is no score: if no
+    program can be run, or asserts hold in the process of the program only.
     """
     from extras.verifiers import sandbox
 
