@@ -44,15 +44,15 @@ PLAIN: dict[str, Any] = {
         lambda x: [*x.__getnewargs__()],
     ),
     **dict.fromkeys(
-        "collections.Counter builtins.range fractions.Fraction decimal.Decimal datetime.date datetime.datetime "
-        "datetime.time datetime.timedelta".split(),
+        "builtins.range collections.Counter fractions.Fraction decimal.Decimal datetime.date "
+        "datetime.datetime datetime.time datetime.timedelta".split(),
         lambda x: x.__reduce__()[1],
     ),
 }
 # An object is not asked for these, which judge a value, unless the asserts name a class.
 METHODS = {name for kind in (str, list, dict, set) for name in dir(kind)}
 BUILTINS = dict(vars(builtins))
-TYPES: dict = {name: kind for name, kind in BUILTINS.items() if isinstance(kind, type)}
+TYPES = {name: kind for name, kind in BUILTINS.items() if isinstance(kind, type)}
 Encoded = bytes | str  # a message, see `encode`
 held: dict = {}  # what the other process may call; that of the tests holds functions only
 sys.modules["response"] = module = types.ModuleType("response")
@@ -144,8 +144,9 @@ def encode_value(value: Any):
         name = f"{base.__module__}.{base.__name__}"
         if name in PLAIN:
             return {name: encode_value(PLAIN[name](value))}
-    held[len(held)] = value
-    return {"mine": [len(held) - 1]}
+    key = len(held)
+    held[key] = value
+    return {"mine": [key]}
 
 
 def make(encoded: dict):
@@ -268,9 +269,9 @@ def run_tests(tests: str) -> None:
         """
 
         def __missing__(self, name: str):
-            if name in sys.stdlib_module_names - asked:
-                return importlib.import_module(name)
             if name not in asked:
+                if name in sys.stdlib_module_names:
+                    return importlib.import_module(name)
                 raise KeyError(name)
             if name[0].isupper():
                 METHODS.clear()
