@@ -137,9 +137,7 @@ def code(response: str, answer: Any, seconds: float = 24.0) -> float:
         values = json.loads(printed)
         if isinstance(values, str):
             raise RuntimeError(values)
-        return float(
-            len(values) == len(tests.outputs) and all(map(same_value, values, tests.outputs))
-        )
+        return float(all(map(same_value, values, tests.outputs)))
     except (ValueError, RecursionError):  # no report, or a value that cannot be compared
         return 0.0
 

@@ -168,8 +168,11 @@ def array(values: list, dtype: str, shape: list[int]):
 
 @functools.cache
 def class_of(name: str, *bases: str):
-    """Return a builtin class, or a class of exceptions that stands for one of the program."""
-    return TYPES.get(name) or type(name, (class_of(*bases),), {})
+    """Return a builtin class. Exceptions get a class of their own below it: `except` with a name of
+    the program never catches what a failed assert raises.
+    """
+    kind = TYPES.get(name) or class_of(*bases)
+    return type(name, (kind,), {}) if issubclass(kind, BaseException) else kind
 
 
 def ask(key: Any, /, *arguments: Any, **named: Any):
