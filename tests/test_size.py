@@ -88,7 +88,7 @@ def table() -> dict[str, tuple[int, int]]:
     plumbing = [path for path in ROOT.glob("plumbing/**/*.py") if path.read_text()]
     everything = ("*.py", "plumbing/**/*.py", "extras/**/*.py", "scripts/**/*.py", "assets/**/*.py")
     rows = {
-        "Python outside tests, tokens": (tokens(*everything), 108_340),
+        "Python outside tests, tokens": (tokens(*everything), 108_330),
         "plumbing/, tokens": (tokens("plumbing/**/*.py"), 43_720),
         "extras/, tokens": (tokens("extras/**/*.py"), 24_020),
         "plumbing/, files": (len(plumbing), 40),
@@ -96,12 +96,12 @@ def table() -> dict[str, tuple[int, int]]:
             sum(path.parent.name == "plumbing" for path in plumbing),
             3,
         ),
-        "tests/, tokens": (tokens("tests/**/*.py"), 162_350),
+        "tests/, tokens": (tokens("tests/**/*.py"), 162_340),
         "web files of the report, lines": (
             lines(*(f"assets/report/*.{end}" for end in ("js", "css", "html"))),
             560,
         ),
-        "docs/, words": (words("docs/*.md"), 14_920),
+        "docs/, words": (words("docs/*.md"), 14_910),
         "README.md, lines": (lines("README.md"), 150),
         "flags of grpo.py": (len(dataclasses.fields(Args)), 106),
         "our modules that import grpo loads": (len(modules()[0]), 37),

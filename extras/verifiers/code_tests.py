@@ -42,7 +42,7 @@ def joined(lines: Any) -> str:
 
 
 Text = Annotated[str | list[str], pydantic.AfterValidator(joined)]
-# What asserts cannot use, as they are not in the process of the program.
+# What asserts cannot use, as they are not in the process of the program, or as it ends them.
 REFUSED = (
     "mock unittest.mock patch monkeypatch builtins stdin stdout redirect_stdout capsys inspect "
     "seed setrecursionlimit getcontext modules environ __globals__ exit quit"
