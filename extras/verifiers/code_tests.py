@@ -115,23 +115,20 @@ def code(response: str, answer: Any, seconds: float = 24.0) -> float:
         for name in (LIBRARIES if tests.fn_name else ["typing"])
     ]
     read = set()
-    bound = set()
+    changed = set()
     for node in ast.walk(ast.parse(tests.asserts)):
         match node:
             case ast.Import() | ast.ImportFrom():
                 imports.append(ast.unparse(node))
-            case ast.alias(name, alias):
-                bound.add(alias or name)
-                read.add(alias or name)
             case ast.Name(name, ast.Load()):
                 read.add(name)
-            case ast.Name(name) | ast.arg(name) | ast.FunctionDef(name):
-                bound.add(name)
+            case ast.Name(name) | ast.FunctionDef(name):
+                changed.add(name)
     _, (_, printed) = sandbox.run(
         f"{HARNESS}\nprovide({imports})",
         [program],
         seconds,
-        json.dumps([tests.asserts, [*read - bound], [*bound - read], tests.fn_name, tests.inputs]),
+        json.dumps([tests.asserts, [*changed - read], tests.fn_name, tests.inputs]),
     )
     try:
         values = json.loads(printed)

@@ -258,13 +258,11 @@ def run_tests(tests: str) -> None:
     """Run asserts, then calls of a function, and print the list of their values, or why there is no
     score.
     """
-    asserts, free, unread, function, calls = json.loads(tests)
+    asserts, unread, function, calls = json.loads(tests)
     program = Remote("response")
     defined = ask("dir", program)
-    asked = {*free} & {*defined}
-    # The functions that are tested may have names of builtins or modules. Others are as in Python:
-    # the program does not choose what judges it.
-    asked = asked - BUILTINS.keys() - sys.stdlib_module_names or asked
+    found: list = []  # what the asserts have looked up in the program
+    error: BaseException | None = None
 
     class Globals(dict):
         """The global names of the tests. Those that they do not set are looked up in the program,
@@ -276,6 +274,7 @@ def run_tests(tests: str) -> None:
                 if name in sys.stdlib_module_names:
                     return importlib.import_module(name)
                 raise KeyError(name)
+            found.append(name)
             if name[0].isupper():
                 METHODS.clear()
             return ask("getattr", program, name)
@@ -286,15 +285,25 @@ def run_tests(tests: str) -> None:
                 setattr(program, name, value)
 
     sys.stdout = None
-    try:
-        exec(asserts, Globals(__name__="__main__"))
-    except BaseException as error:
-        # Of the program's, `ask` has made one from its arguments alone, without a name.
-        if isinstance(error, ImportError) and error.name:
-            report: Any = f"asserts cannot be run: {error}"
-        else:
-            ask("run", asserts)
-            report = "asserts hold in the process of the program, but not with copies of its data"
+    # Builtins and modules are Python's: the program does not choose what judges it. But if asserts
+    # use nothing else, a function that they test has such a name.
+    # `Globals` reads `asked`.
+    for asked in ({*defined} - BUILTINS.keys() - sys.stdlib_module_names, {*defined}):  # noqa: B007
+        try:
+            exec(asserts, Globals(__name__="__main__"))
+            error = None
+        except BaseException as raised:
+            error = raised
+        if found:
+            break
+    # Of the program's, `ask` has made one from its arguments alone, without a name.
+    if isinstance(error, ImportError) and error.name:
+        report: Any = f"asserts cannot be run: {error}"
+    elif error:
+        ask("run", asserts)
+        report = "asserts hold in the process of the program, but not with copies of its data"
+    elif asserts and not found:
+        report = "asserts use nothing of the program"
     else:
         report = [
             ask("getattr", program if function in defined else program.Solution(), function)(*call)
