@@ -2,6 +2,7 @@
 namespaces.
 """
 
+import contextlib
 import ctypes
 import functools
 import json
@@ -41,12 +42,29 @@ def test_right_and_wrong(right, tests):
     assert score("", tests) == 0
 
 
-LONG = {"inputs": ["ü" * 10**6], "outputs": ["ü" * 10**6]}
+def rows_of(name: str) -> list:
+    """Return the lines of a file in tests/data: [program, asserts], of attacks a right program too."""
+    return [json.loads(line) for line in Path(ROOT, "tests/data", name).read_text().splitlines()]
 
 
-@pytest.mark.parametrize("code, tests", [*PROGRAMS["passing"], ("print(input())", LONG)])
+LONG = ["print(input())", {"inputs": ["ü" * 10**6], "outputs": ["ü" * 10**6]}]
+ASSERTS = rows_of("asserts_of_right_programs.jsonl")
+
+
+@pytest.mark.parametrize("code, tests", [*PROGRAMS["passing"], LONG, *ASSERTS])
 def test_right_programs_pass(code, tests):
     assert score(code, tests) == 1
+
+
+TOLD = "asserts hold in the process of the program, but not with copies of its data"
+
+
+@pytest.mark.parametrize("program, asserts", PROGRAMS["told"])
+def test_asserts_that_copies_do_not_pass(program, asserts):
+    """A right program has no score, a wrong one 0."""
+    with pytest.raises(RuntimeError, match=TOLD):
+        score(program, asserts)
+    assert score(program, f"{asserts}\nassert f is None") == 0
 
 
 @pytest.mark.parametrize("code, tests", PROGRAMS["wrong"])
@@ -54,25 +72,10 @@ def test_wrong_programs_fail(code, tests):
     assert score(code, tests) == 0
 
 
-@pytest.mark.parametrize("tests", ["asserts", "stdin", "calls"])
-@pytest.mark.parametrize("code", PROGRAMS["always_wrong"])
-def test_programs_that_pass_no_test(code, tests):
-    assert score(code, PROGRAMS["shared"][tests]) == 0
-
-
-def rows_of(name: str) -> list:
-    """Return the lines of a file in tests/data: [program, asserts], of attacks a right program too."""
-    return [json.loads(line) for line in Path(ROOT, "tests/data", name).read_text().splitlines()]
-
-
-@pytest.mark.parametrize("program, asserts", rows_of("asserts_of_right_programs.jsonl"))
-def test_asserts_of_right_programs(program, asserts):
-    assert score(program, asserts) == 1
-
-
 @pytest.mark.parametrize("program, asserts, right", rows_of("attacks_on_asserts.jsonl"))
 def test_attacks_on_asserts(program, asserts, right):
-    assert score(program, asserts) == 0
+    with contextlib.suppress(RuntimeError):  # see TOLD
+        assert score(program, asserts) == 0
     assert score_of_right_program(right, asserts) == 1
 
 

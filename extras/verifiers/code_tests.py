@@ -6,7 +6,7 @@ plumbing/rewards/answers.py), without one the last bare ``` block, or all of it.
 are one of
   - Python with asserts (MBPP; HumanEval with its `check(name)` called at the end), as one text or a
     list of texts, also as JSON: run after the program, with __name__ == "__main__". Classes, such
-    as unittest's, are refused;
+    as unittest's, and calls of pytest.main are refused;
   - {"inputs": [...], "outputs": [...]}, also as JSON (APPS, TACO, DeepCoder): what the program
     reads and has to print, each a text or a list of lines. Compared line by line, without spaces at
     the ends; a number that the expected output writes with a point may differ by 1e-6;
@@ -14,14 +14,13 @@ are one of
     class Solution) has to return, compared as JSON. A value may be in a list of one, as in APPS.
     LIBRARIES are imported, as on LeetCode.
 
-Expected outputs and asserts never enter the process of a program. A second process, which has not
-run it, asks for calls by name and makes the values anew, see harness.py. So asserts cannot patch or
-watch what the program uses, and `is` finds only copies: such rows are refused.
+Expected outputs never enter the process of a program, and asserts do only after they have failed. A
+second process, which has not run it, asks for calls by name and makes the values anew, see
+harness.py. So asserts cannot patch or watch what the program uses: such rows are refused.
 tests/data/attacks_on_asserts.jsonl has what does not pass them.
 """
 
 import ast
-import builtins
 import json
 import math
 import re
@@ -43,18 +42,11 @@ def joined(lines: Any) -> str:
 
 
 Text = Annotated[str | list[str], pydantic.AfterValidator(joined)]
-# What asserts cannot use, as they are not in the process of the program.
-REFUSED = frozenset(
-    "mock unittest.mock patch monkeypatch builtins stdin stdout redirect_stdout capsys "
-    "inspect seed setrecursionlimit getcontext modules".split()
-)
-# Classes and global names, and what is changed in one process only: an attribute of a module, as in
-# math.pi = 3, or a copy of an attribute, as in root.children.append(1) and os.environ["A"] = "1".
-CHANGED = re.compile(
-    r"(?m)^\s*(?:class|global)\s"
-    r"|\bimport\b.*\b(\w+)\n(?s:.*)\b\1\.\w+ *=(?!=)"
-    r"|\w\.\w+(?:\[[^=\n]*\] *[-+*/|&]?=(?!=)|\.(?:append|extend|insert|add|update|remove|pop|clear)\()"
-)
+# What asserts cannot use, as they are not in the process of the program, or as it ends them.
+REFUSED = (
+    "mock unittest.mock patch monkeypatch builtins stdin stdout redirect_stdout capsys inspect "
+    "seed setrecursionlimit getcontext modules environ __globals__ exit quit"
+).split()
 LIBRARIES = "typing bisect collections functools heapq itertools math operator re string".split()
 DEFINITIONS = (ast.FunctionDef, ast.Import, ast.ImportFrom, ast.Assign)
 
@@ -85,17 +77,13 @@ def read_tests(answer: Any) -> Outputs | Calls:
     if isinstance(answer, (str, list)):
         asserts = joined(answer)
         tree = ast.parse(asserts)
-        if changed := CHANGED.search(asserts):
-            raise ValueError(
-                f"asserts with a class, global, or a change of a copy: {changed[0][-80:]!r}"
-            )
+        compile(tree, "asserts", "exec")
         for node in ast.walk(tree):
             match node:
+                case ast.ClassDef() | ast.Attribute(attr="main"):
+                    raise ValueError("asserts with a class or a runner of tests")
                 case ast.Name(name) | ast.Attribute(attr=name) | ast.alias(name) if name in REFUSED:
                     raise ValueError(f"asserts with {name}, in another process than the program")
-                case ast.Compare(ops=[ast.Is()], comparators=[ast.Name(name)]):
-                    if name not in vars(builtins):
-                        raise ValueError(f"asserts with 'is {name}', but values are copies")
         if all(isinstance(statement, DEFINITIONS) for statement in tree.body):
             raise ValueError("asserts that nothing calls would pass every program")
         return Calls(inputs=[], outputs=[], fn_name="", asserts=asserts)
@@ -108,7 +96,8 @@ def read_tests(answer: Any) -> Outputs | Calls:
 def code(response: str, answer: Any, seconds: float = 24.0) -> float:
     """Return 1 if the program of a response passes all tests of its row, else 0; see `sandbox.run`.
 
-    Raise an exception for tests of another form, and if no program can be run.
+    Raise an exception for tests of another form, and RuntimeError if there is no score: if no
+    program can be run, or asserts hold in the process of the program only.
     """
     from extras.verifiers import sandbox
 
@@ -125,26 +114,27 @@ def code(response: str, answer: Any, seconds: float = 24.0) -> float:
         f"import {name}\nfrom {name} import *"
         for name in (LIBRARIES if tests.fn_name else ["typing"])
     ]
-    read = []
+    read = set()
+    changed = set()
     for node in ast.walk(ast.parse(tests.asserts)):
         match node:
             case ast.Import() | ast.ImportFrom():
                 imports.append(ast.unparse(node))
             case ast.Name(name, ast.Load()):
-                read.append(name)
+                read.add(name)
+            case ast.Name(name) | ast.FunctionDef(name):
+                changed.add(name)
     _, (_, printed) = sandbox.run(
         f"{HARNESS}\nprovide({imports})",
         [program],
         seconds,
-        json.dumps([tests.asserts, read, tests.fn_name, tests.inputs]),
+        json.dumps([tests.asserts, [*changed - read], tests.fn_name, tests.inputs]),
     )
     try:
         values = json.loads(printed)
         if isinstance(values, str):
             raise RuntimeError(values)
-        return float(
-            len(values) == len(tests.outputs) and all(map(same_value, values, tests.outputs))
-        )
+        return float(all(map(same_value, values, tests.outputs)))
     except (ValueError, RecursionError):  # no report, or a value that cannot be compared
         return 0.0
 

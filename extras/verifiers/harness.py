@@ -6,9 +6,12 @@ The tests never meet an object that the program has made. A process sends data, 
 one makes equal data. For anything else, the other one gets a Remote, which can ask for calls,
 attributes and items.
 
+Copies lose something: the class of a value, or that two names have one list. So asserts that fail
+run once more, all in the process of the program. If they hold there, there is no score.
+
 A request is [key in `held`, arguments, named arguments]. An answer is [result, arguments that the
-call has changed, names of the exception's classes, its arguments]. Before it answers, a process may
-send requests of its own. The sandbox runs this file once, then `main` in both.
+call has changed, class of the exception, its arguments]. Before it answers, a process may send
+requests of its own. The sandbox runs this file once, then `main` in both.
 """
 
 import builtins
@@ -20,7 +23,6 @@ import json
 import operator
 import os
 import pickle
-import re
 import signal
 import sys
 import types
@@ -30,7 +32,8 @@ from typing import Any
 # becomes one of it.
 PLAIN: dict[str, Any] = {
     "builtins.dict": lambda x: [[*x.items()]],
-    "collections.defaultdict": lambda x: [TYPES.get(name_of(x.default_factory)), [*x.items()]],
+    "collections.OrderedDict": lambda x: [[*x.items()]],
+    "collections.defaultdict": lambda x: [x.default_factory, [*x.items()]],
     **dict.fromkeys(
         "builtins.list builtins.tuple builtins.set builtins.frozenset builtins.bytes "
         "builtins.bytearray collections.deque".split(),
@@ -41,32 +44,27 @@ PLAIN: dict[str, Any] = {
         lambda x: [*x.__getnewargs__()],
     ),
     **dict.fromkeys(
-        "builtins.range fractions.Fraction decimal.Decimal datetime.date datetime.datetime "
-        "datetime.time datetime.timedelta".split(),
+        "builtins.range collections.Counter fractions.Fraction decimal.Decimal datetime.date "
+        "datetime.datetime datetime.time datetime.timedelta".split(),
         lambda x: x.__reduce__()[1],
     ),
 }
 # An object is not asked for these, which judge a value, unless the asserts name a class.
 METHODS = {name for kind in (str, list, dict, set) for name in dir(kind)}
 BUILTINS = dict(vars(builtins))
-TYPES: dict = {name: kind for name, kind in BUILTINS.items() if isinstance(kind, type)}
+TYPES = {name: kind for name, kind in BUILTINS.items() if isinstance(kind, type)}
+Encoded = bytes | str  # a message, see `encode`
 held: dict = {}  # what the other process may call; that of the tests holds functions only
 sys.modules["response"] = module = types.ModuleType("response")
 names = vars(module)  # of the program
-copies: dict = {}  # of its data that the tests have looked up, each with its encoding
 reader: Any  # of the messages of the other process
 writer: Any
-
-
-def name_of(kind: Any) -> str:
-    """Return the name of a builtin type; "" for anything else."""
-    return kind.__name__ if isinstance(kind, type) and kind in TYPES.values() else ""
 
 
 class Remote:
     """A function or an object of the other process."""
 
-    def __init__(self, key: int):
+    def __init__(self, key: int | str):
         vars(self)["_key"] = key
 
     def __call__(self, /, *arguments: Any, **named: Any):
@@ -98,7 +96,7 @@ class Remote:
 
 
 OPERATORS = {
-    Remote.operate: "iter next len bool str repr getitem setitem setattr instancecheck",
+    Remote.operate: "iter next len bool str repr hash getitem setitem delitem setattr instancecheck",
     Remote.compare: "eq ne lt le gt ge",
     Remote.compute: "add sub mul truediv floordiv mod pow matmul "
     "radd rsub rmul rtruediv rfloordiv rmod rpow rmatmul",
@@ -120,13 +118,13 @@ class Unpickler(pickle.Unpickler):
     find_class = None  # type: ignore[assignment]
 
 
-def encode(message: list) -> bytes:
-    """Return a pickle of a message or, if it holds more than a Pickler writes, of its JSON."""
+def encode(message: list) -> Encoded:
+    """Return a pickle of a message or, if it holds more than a Pickler writes, its JSON."""
     file = io.BytesIO()
     try:
         Pickler(file).dump(message)
     except TypeError:
-        return pickle.dumps(json.dumps(encode_value(message)))
+        return json.dumps(encode_value(message))
     return file.getvalue()
 
 
@@ -138,16 +136,17 @@ def encode_value(value: Any):
         return [*map(encode_value, value)]
     if isinstance(value, Remote):
         return {"yours": [value._key]}
-    if name := name_of(value):
-        return {"type": [name]}
+    if isinstance(value, type) and (value in TYPES.values() or issubclass(value, BaseException)):
+        return {"class": [kind.__name__ for kind in value.__mro__]}
     if hasattr(value, "dtype"):
         return {"array": encode_value([value.tolist(), value.dtype.str, [*value.shape]])}
     for base in type(value).__mro__:
         name = f"{base.__module__}.{base.__name__}"
         if name in PLAIN:
             return {name: encode_value(PLAIN[name](value))}
-    held[len(held)] = value
-    return {"mine": [len(held) - 1]}
+    key = len(held)
+    held[key] = value
+    return {"mine": [key]}
 
 
 def make(encoded: dict):
@@ -156,7 +155,7 @@ def make(encoded: dict):
     module, _, kind = name.rpartition(".")
     if module:
         return PLAIN[name] and getattr(importlib.import_module(module), kind)(*arguments)
-    makers: Any = dict(array=array, mine=Remote, yours=held.get, type=TYPES.get)
+    makers: Any = {"array": array, "class": class_of, "mine": Remote, "yours": held.get}
     return makers[name](*arguments)
 
 
@@ -167,30 +166,33 @@ def array(values: list, dtype: str, shape: list[int]):
     return numpy.array(values, dtype).reshape(shape)[()]
 
 
+@functools.cache
+def class_of(name: str, *bases: str):
+    """Return a builtin class. Exceptions get a class of their own below it: `except` with a name of
+    the program never catches what a failed assert raises.
+    """
+    kind = TYPES.get(name) or class_of(*bases)
+    return type(name, (kind,), {}) if issubclass(kind, BaseException) else kind
+
+
 def ask(key: Any, /, *arguments: Any, **named: Any):
     """Return what the other process returns for a call of what it holds, or raise what it raises."""
-    # The tests may have changed in place what they have looked up.
-    for name, (copy, before) in [*copies.items()]:
-        if encode([copy]) != before:
-            copies.clear()
-            ask("define", name, copy)
     send(encode([key, [*arguments], named]))
     result, changed, raised, reasons = receive()
     if raised:
-        kind = [TYPES[name] for name in raised if name in TYPES][0]
         # It would end a loop of the tests over map(function, ...) as if all had been right.
-        if kind is StopIteration and key != "next":
-            kind = RuntimeError
-        raise kind(*reasons)
+        if issubclass(raised, StopIteration) and key != "next":
+            raised = RuntimeError
+        raise raised(*reasons)
     for old, new in zip([*arguments, *named.values()], changed):
-        if isinstance(old, (list, dict, set)):
+        if hasattr(type(old), "clear"):  # such as a list's
             old.clear()
-            (getattr(old, "update", None) or old.extend)(new)  # type: ignore[union-attr]
+            (getattr(old, "update", None) or old.extend)(new)
     return result
 
 
-def send(message: bytes) -> None:
-    writer.write(message)
+def send(encoded: Encoded) -> None:
+    pickle.dump(encoded, writer)
     writer.flush()
 
 
@@ -198,26 +200,27 @@ def receive() -> list:
     """Return the next answer, after having answered the requests that come before it."""
     while True:
         try:
-            message = Unpickler(reader).load()
-            if isinstance(message, str):
-                message = json.loads(message, object_hook=make)
+            sent = Unpickler(reader).load()
+            if isinstance(sent, str):
+                message = json.loads(sent, object_hook=make)
+            else:
+                message = Unpickler(io.BytesIO(sent)).load()
         except BaseException:
             os._exit(1)  # the other process has ended: no `except` of the tests may catch this
         if len(message) == 4:
             return message
-        send(answer(*message))
+        send(answer(message, sent))
 
 
-def answer(key: Any, arguments: list, named: dict) -> bytes:
-    """Return the answer to a request."""
-    given = [*arguments, *named.values()]
-    before = encode(given)
+def answer(message: list, sent: Encoded) -> Encoded:
+    """Return the answer to a request, which was sent as the bytes or text `sent`."""
+    key, arguments, named = message
     try:
         result = held[key](*arguments, **named)
-        changed = given if encode(given) != before else []
-        return encode([result, changed, [], []])
+        changed = [*arguments, *named.values()] if encode(message) != sent else []
+        return encode([result, changed, None, []])
     except BaseException as error:
-        return encode([None, [], [x.__name__ for x in type(error).__mro__], [*error.args]])
+        return encode([None, [], type(error), [*error.args]])
 
 
 # ---- the process of the program ------------------------------------------------------------------
@@ -232,16 +235,20 @@ def provide(imports: list[str]) -> None:
 
 def run_program(program: str) -> None:
     """Run the program, then answer requests until the tests end."""
-    with contextlib.suppress(SystemExit):  # its functions are there to be tested
-        exec(program, names)
-    held.update(vars(operator) | BUILTINS, instancecheck=type.__instancecheck__)
-    held.update(names=lambda: [*names], look_up=look_up, define=names.__setitem__)
+
+    def run(asserts: str = "") -> None:
+        names["__name__"] = "response"
+        with contextlib.suppress(SystemExit):  # its functions are there to be tested
+            exec(program, names)
+        if asserts:
+            names["__name__"] = "__main__"
+            exec(asserts, names)
+
+    run()
+    held.update(
+        vars(operator) | BUILTINS, response=module, run=run, instancecheck=type.__instancecheck__
+    )
     receive()
-
-
-def look_up(name: str):
-    """Return what the program has by a name, or the method of its class Solution."""
-    return names[name] if name in names else getattr(names["Solution"](), name)
 
 
 # ---- the process of the tests --------------------------------------------------------------------
@@ -251,10 +258,11 @@ def run_tests(tests: str) -> None:
     """Run asserts, then calls of a function, and print the list of their values, or why there is no
     score.
     """
-    asserts, read, function, calls = json.loads(tests)
-    asked = set(ask("names")).intersection(re.findall(r"\w+", asserts))
-    # The functions that are tested may have names of builtins.
-    asked = asked - BUILTINS.keys() or asked
+    asserts, unread, function, calls = json.loads(tests)
+    program = Remote("response")
+    defined = ask("dir", program)
+    found: list = []  # what the asserts have looked up in the program
+    error: BaseException | None = None
 
     class Globals(dict):
         """The global names of the tests. Those that they do not set are looked up in the program,
@@ -263,35 +271,45 @@ def run_tests(tests: str) -> None:
 
         def __missing__(self, name: str):
             if name not in asked:
+                if name in sys.stdlib_module_names:
+                    return importlib.import_module(name)
                 raise KeyError(name)
+            found.append(name)
             if name[0].isupper():
                 METHODS.clear()
-            value = ask("look_up", name)
-            if not isinstance(value, Remote):
-                copies[name] = value, encode([value])
-            return value
+            return ask("getattr", program, name)
 
         def __setitem__(self, name: str, value: Any):
             super().__setitem__(name, value)
-            # The program has all imports.
-            if name not in read and value is not vars(builtins).get(name):
-                ask("define", name, value)
+            if name in unread:
+                setattr(program, name, value)
 
-    own = Globals(__name__="__main__")
     sys.stdout = None
-    try:
-        exec(asserts, own)
-        report: Any = [ask("look_up", function)(*call) for call in calls]
-    except ImportError as error:
-        if not error.name:  # It is the program's: `ask` has made it from its arguments alone.
-            raise
-        report = f"asserts cannot be run: {error}"
-    except NameError as error:
-        # It is the program's, as asserts find what they set.
-        if str(error) not in [f"name {name!r} is not defined" for name in own]:
-            raise
-        report = f"the program cannot read what asserts set and read: {error}"
-    os.write(1, json.dumps(report).encode())
+    # Builtins and modules are Python's: the program does not choose what judges it. But if asserts
+    # use nothing else, a function that they test has such a name.
+    # `Globals` reads `asked`.
+    for asked in ({*defined} - BUILTINS.keys() - sys.stdlib_module_names, {*defined}):  # noqa: B007
+        try:
+            exec(asserts, Globals(__name__="__main__"))
+            error = None
+        except BaseException as raised:
+            error = raised
+        if found:
+            break
+    # Of the program's, `ask` has made one from its arguments alone, without a name.
+    if isinstance(error, ImportError) and error.name:
+        report: Any = f"asserts cannot be run: {error}"
+    elif error:
+        ask("run", asserts)
+        report = "asserts hold in the process of the program, but not with copies of its data"
+    elif asserts and not found:
+        report = "asserts use nothing of the program"
+    else:
+        report = [
+            ask("getattr", program if function in defined else program.Solution(), function)(*call)
+            for call in calls
+        ]
+    os.write(1, json.dumps(report, default=lambda x: x.tolist()).encode())
     os._exit(0)
 
 
