@@ -38,7 +38,6 @@ from utils import UserError
 REPORTED = ROOT / "tests/data/reported"
 FUNCTIONS = """
 import asyncio, concurrent.futures, multiprocessing
-from utils import UserError, UserError
 calls = 0
 def good(prompts, responses, **columns):
     global calls
