@@ -459,13 +459,15 @@ def test_a_server_of_openenv(play, monkeypatch):
     assert "Invalid" in engine.tokenizer.decode(engine.asked[2]["query"])
 
 
-BAD = {
-    "raises": ("ask(user('x')); 1 / 0", "play: ZeroDivisionError .*: division by zero"),
+HANGING = {
     "hangs": ("ask(user('x')); time.sleep(60)", "play: TimeoutError .*: no answer in time"),
     "is deaf": (
         "signal.signal(signal.SIGALRM, signal.SIG_IGN); time.sleep(60)",
         "play gave no answer within 8 s",
     ),
+}
+BAD = {
+    "raises": ("ask(user('x')); 1 / 0", "play: ZeroDivisionError .*: division by zero"),
     "ends": ("ask(user('x')); os._exit(0)", "play: the process of the call has ended, .*"),
     "asks nothing": ("pass", "play asked for nothing that trains"),
     "asks coldly": ("ask(user('x'), temperature=0)", "play asked for nothing that trains"),
@@ -498,13 +500,13 @@ BAD = {
 
 def test_bad_agents_fail_alone(play, caplog):
     """And good ones beside them are answered. What is no HTTP is a line of the log."""
-    codes = [code for code, _ in BAD.values()]
-    ended, _ = play(*codes, "ask(user('x'))", agent_timeout=8.0)
-    *bad, good = ended
-    for (name, (_, error)), x in zip(BAD.items(), bad, strict=True):
-        assert x.stop_reason == "error" and np.isnan(x.reward), name
-        assert re.fullmatch(error, x.error), (name, x.error)
-    assert (good.stop_reason, good.reward) == ("done", 1.0)
+    for kinds, seconds in ((HANGING, 8.0), (BAD, 100.0)):
+        codes = [code for code, _ in kinds.values()]
+        (*bad, good), _ = play(*codes, "ask(user('x'))", agent_timeout=seconds)
+        for (name, (_, error)), x in zip(kinds.items(), bad, strict=True):
+            assert x.stop_reason == "error" and np.isnan(x.reward), name
+            assert re.fullmatch(error, x.error), (name, x.error)
+        assert (good.stop_reason, good.reward) == ("done", 1.0)
     assert re.search("Invalid header token: +b'Host x'", caplog.text)
     assert "Traceback" not in caplog.text
 

@@ -504,7 +504,7 @@ def test_a_signal_while_a_run_starts(whole, tmp_path):
         assert running.process.is_alive(), running.err
         time.sleep(0.05)
     os.kill(running.process.pid, signal.SIGINT)
-    assert running.wait(20).code == 75
+    assert running.wait(100).code == 75
     assert (
         "SIGINT: the run exits before its first step" in running.err
         and "Traceback" not in running.err

@@ -388,7 +388,7 @@ def test_a_server_with_a_key(monkeypatch):
             refused = "HTTP status 401" in reward_sources.sources[url].failure
             assert refused == math.isnan(score) == (key != "a key")
         run.process.terminate()
-        run.process.join(20)
+        run.process.join(100)
         assert run.process.exitcode == -signal.SIGTERM and "Traceback" not in run.err
     finally:
         run.process.kill()
