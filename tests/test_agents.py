@@ -61,9 +61,10 @@ def play(base_url, code, tools=()):
 class Engine:
     """Says what comes next of some texts; all requests are kept in `asked`."""
 
-    def __init__(self, tokenizer, *texts: str):
+    def __init__(self, tokenizer, texts: tuple, seconds: float):
         self.tokenizer = tokenizer
         self.texts = texts
+        self.seconds = seconds  # of a response
         self.asked = []
 
     async def sample(self, place, query, seed, length, stop_ids, args, interrupted):
@@ -71,7 +72,7 @@ class Engine:
         ids = [*self.tokenizer.encode(text), stop_ids[0]][:length]
         sampling = dict(temperature=args.temperature, stops=args.turn_stop)
         self.asked.append(dict(query=query, seed=seed, length=length, ids=ids, **sampling))
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(self.seconds)
         return ids, {"rollout_logprobs": [-0.5] * len(ids), "further": list(map(float, ids))}
 
     def run_all(self, calls, interrupted) -> None:
@@ -88,7 +89,9 @@ def play(tokenizer_of, tmp_path_factory):
     tokenizer = tokenizer_of(QWEN25)
     made = {}
 
-    def play(*codes, says=("ok",), script=grpo, **flags) -> tuple[list[Conversation], Engine]:
+    def play(
+        *codes, says=("ok",), script=grpo, seconds=0.2, **flags
+    ) -> tuple[list[Conversation], Engine]:
         key = str(flags)
         if key not in made:
             args = script.Args(**{"agent": f"{path}:play", "reward": ("episode",)} | flags)
@@ -96,7 +99,7 @@ def play(tokenizer_of, tmp_path_factory):
                 patch.setattr(agents, "positions_of", lambda _: 1000)
                 stop = tokenizer.convert_tokens_to_ids("<|im_end|>")
                 made[key] = Agents(args, tokenizer, [stop])
-        engine = Engine(tokenizer, *says)
+        engine = Engine(tokenizer, says, seconds)
         rows = [
             {
                 "query": [5],
@@ -362,7 +365,7 @@ def test_reported_requests(play, tmp_path, monkeypatch):
     """What changes nothing is read; what would, and cannot, is named."""
     monkeypatch.chdir(tmp_path)  # where the agent writes its answers
     agent = f"{ROOT}/tests/data/reported/26_agent_requests.py:play"
-    [one], _ = play("", agent=agent, max_turns=99)
+    [one], _ = play("", seconds=0.0, agent=agent, max_turns=99)
     assert not one.error
     answers = json.loads((tmp_path / "agent.log").read_text())
     refused = {name: text for name, (status, text) in answers.items() if status != 200}
