@@ -56,17 +56,16 @@ from plumbing.data.formats import Learn
 from plumbing.data.mixture import count_steps, take_prompts
 from plumbing.data.rows import Row
 from plumbing.models import loading
-from plumbing.models.forward import head_logits, last_hidden_states
-from plumbing.models.sharding import model_device, set_gradient_sync, sync_reference
-from plumbing.rollout.batch import (
-    Batch,
-    Experience,
-    Sample,
-    Sampler,
-    forbid_gradient,
-    forward_tokens,
+from plumbing.models.forward import (
+    expand_cache,
+    head_logits,
+    invert_distribution,
+    last_hidden_states,
+    logits_processors,
 )
-from plumbing.rollout.decoding import expand_cache, invert_distribution, logits_processors
+from plumbing.models.sharding import model_device, set_gradient_sync, sync_reference
+from plumbing.rollout.batch import Batch, Sample, forbid_gradient, forward_tokens
+from plumbing.rollout.sampler import Experience, Sampler
 from plumbing.run.command import parse, report_errors
 from plumbing.run.metrics import add_rollout, batch_metrics, mismatch_metrics
 from plumbing.run.setup import Setup, set_up
@@ -490,25 +489,26 @@ def teacher_chunks(
 def generate(
     model: PreTrainedModel,
     queries: list[list[int]],
-    uniforms: Tensor | None,
+    uniforms: Tensor,
     stop_ids: list[int],
     args: Args,
     interrupted: Callable,
-    lengths: list[int] | None = None,
+    lengths: list[int],
     stop_strings: Callable | None = None,
 ) -> Iterator[tuple[int, list[int], dict[str, list[float]]]]:
     """Sample one response per query: one forward pass over the different prompts, left-padded, then
     one token at a time with the KV cache.
 
-    A token is drawn by inverting its distribution function at a uniform number given in advance.
+    A token is drawn by inverting its distribution function at a uniform number given in advance. In a
+    greedy response it is the most likely token.
     Whenever a quarter of the rows have ended, they are dropped: the long tail of responses runs in
     a small batch.
 
     Args:
-        queries: token ids. uniforms: (N, T) float64 in [0, 1), T >= all lengths, or None for greedy
-            decoding.
+        queries: token ids. uniforms: (N, T) float64 in [0, 1), T >= all lengths; -1 in the row of a
+            greedy response.
         interrupted: called at every token; once it is true, there are no further responses.
-        lengths: maximum number of tokens of each response (N,); None: --max_response_length.
+        lengths: maximum number of tokens of each response (N,).
         stop_strings: transformers' StopStringCriteria, which ends a turn of a conversation as a
             stop token does.
     Yields:
@@ -520,7 +520,6 @@ def generate(
     prompts: dict[tuple, int] = {}
     prompt_of = [prompts.setdefault(tuple(query), len(prompts)) for query in queries]  # (N,)
     width = max(map(len, prompts))
-    lengths = lengths or [args.max_response_length] * len(queries)
     max_length = max(lengths)
     max_lengths = torch.tensor(lengths, device=device)  # (N,)
     # Pad with the first token of the prompt: a repetition penalty also reads padding.
@@ -535,10 +534,9 @@ def generate(
     outputs = {
         name: torch.zeros(len(queries), max_length, device=device) for name in ROLLOUT_OUTPUTS
     }
-    samples = uniforms is not None
-    processors = logits_processors(args, width, stop_ids, samples, device)
+    processors = logits_processors(args, width, stop_ids, device)
     stops = torch.tensor(stop_ids, device=device)
-    uniforms = None if uniforms is None else uniforms.to(device)
+    uniforms = uniforms.to(device)
     running = torch.arange(len(queries), device=device)  # (n,), the rows that the batch still holds
     finished = torch.zeros_like(running, dtype=torch.bool)  # (n,)
     finished_count = 0  # rows that have finished and are still in the batch
@@ -560,10 +558,8 @@ def generate(
         for process in processors:
             logits = process(sequences[running, : width + t], logits)
         token_logprobs = logits.log_softmax(-1)
-        if uniforms is None:
-            tokens = token_logprobs.argmax(-1, keepdim=True)  # (n, 1)
-        else:  # NaN logits give any token; `Sampler.rollout` raises an error at its end
-            tokens = invert_distribution(token_logprobs.exp(), uniforms[running, t, None])
+        # (n, 1). NaN logits give any token; `Sampler.rollout` raises an error at its end.
+        tokens = invert_distribution(token_logprobs.exp(), uniforms[running, t, None])
         sequences[running, width + t] = tokens[:, 0]
         outputs["rollout_logprobs"][running, t] = token_logprobs.gather(1, tokens)[:, 0]
         ended = torch.isin(tokens[:, 0], stops) | (t + 1 == max_lengths[running])

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from plumbing.data.encoding import Text, encode_texts
 from plumbing.data.rendering import Rendering, apply_template, shown
+from plumbing.data.rows import is_scored_by
 from plumbing.models import loading
 from plumbing.models.config import positions_of, scalar_config
 from plumbing.models.loading import Precision
@@ -22,7 +23,6 @@ from plumbing.models.tokenizer import (
     stop_token_ids,
     vocabulary_difference,
 )
-from plumbing.rewards.sources import is_scored_by
 from utils import UserError, World, as_user_error, first_line, micro_batches, warn
 
 

@@ -24,36 +24,34 @@ class FileSampler(SimpleNamespace):
     It has the fields of the Sampler, which is `sampler`; `folder` is that of the run.
     """
 
-    def rollout(self, rows: list, samples: int, key: tuple) -> Batch:
+    def rollout(self, rows: list, samples: int, key: tuple, greedy: bool = False) -> Batch:
         """See `Sampler.rollout`; raise a UserError if a saved rollout is missing, or of other
         prompts or token ids. What only metrics of conversations read is not saved.
         """
         path = f"{self.args.rollouts_from or self.folder}/rollouts/{'_'.join(map(str, key))}"
-        asked = [row for row in rows for _ in range(samples or 1)]
-        if self.args.rollouts_from:
-            return Batch.from_samples(self.read(path, asked), model_device(self.model))
-        batch = self.sampler.rollout(rows, samples, key)
-        if self.world.main:
-            save(path, asked, batch)
-        return batch
-
-    def read(self, path: str, asked: list) -> list[Sample]:
-        """Return the samples of a rollout, of some rows."""
+        asked = [row for row in rows for _ in range(samples + greedy)]
+        if not self.args.rollouts_from:
+            batch = self.sampler.rollout(rows, samples, key, greedy)
+            if self.world.main:
+                save(path, asked, batch)
+            return batch
         with as_user_error(f"--rollouts_from {path}"):
             tensors = load_file(f"{path}.safetensors")
             lines = [json.loads(line) for line in open(f"{path}.jsonl")]
-            if [line.pop("asked") for line in lines] != [row["query"] for row in asked]:
+            # Without those of --advantage remax, if another one reads them.
+            chosen = [i for i, line in enumerate(lines) if greedy or not line.get("greedy")]
+            if [lines[i].pop("asked") for i in chosen] != [row["query"] for row in asked]:
                 raise ValueError(
                     "is of other prompts; --dataset, --shuffle, --rollout_batch_size, --group_size, the prompts' "
                     "template and the tokenizer have to be those of the run that saved it"
                 )
-        samples = [Sample(outputs={}, **line) for line in lines]
-        for i, (x, row) in enumerate(zip(samples, asked)):
+        read = [Sample(outputs={}, **lines[i]) for i in chosen]
+        for i, x, row in zip(chosen, read, asked):
             x.row = row | x.row
             x.outputs = {name: of[i, : len(x.response)].numpy() for name, of in tensors.items()}
             # A source that did not score them has given no score.
             x.scores = dict.fromkeys(self.reward_sources.sources, math.nan) | x.scores
-        return samples
+        return Batch.from_samples(read, model_device(self.model))
 
 
 def save(path: str, asked: list, batch: Batch) -> None:
@@ -69,6 +67,7 @@ def save(path: str, asked: list, batch: Batch) -> None:
                 "response": x.response.tolist(),
                 "text": x.text,
                 "stopped": x.stopped,
+                "greedy": x.greedy,
                 "scores": {name: score for name, score in x.scores.items() if math.isfinite(score)},
                 "starts": list(x.starts),
             }

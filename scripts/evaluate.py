@@ -64,7 +64,8 @@ from plumbing.models.tokenizer import load_tokenizer_and_stop_ids
 from plumbing.rewards.answers import marked_number, stated_text
 from plumbing.rewards.sources import RewardSources, final_turn, why_unscorable
 from plumbing.rollout import engines
-from plumbing.rollout.batch import Batch, Sampler, unscored
+from plumbing.rollout.batch import Batch
+from plumbing.rollout.sampler import Sampler, unscored
 from plumbing.run import evaluation
 from plumbing.run.command import parse, report_errors
 from plumbing.run.folder import git_commit, run_of, versions
@@ -293,7 +294,7 @@ def main(args: Args) -> None:
         key = ("evaluation", args.seed, first) if first else ("evaluation", args.seed)
         part = prompts.skip(first).take(PROMPTS_AT_ONCE)
         try:
-            batch = sampler.rollout(part, n if args.temperature else 0, key)
+            batch = sampler.rollout(part, n if args.temperature else 0, key, not args.temperature)
         except utils.Interrupted as error:
             if engine is None or not engine.failure:
                 raise

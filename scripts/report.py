@@ -86,9 +86,7 @@ def page(folders: list[str], watch: bool = False) -> tuple[str, bool]:
     )
     running = watch and not all(run["finished"] for run in runs)
     # An HTML parser would read "</script>" in a sample as the end of the data.
-    data = json.dumps({"titles": CURVES, "runs": runs}, separators=(",", ":")).replace(
-        "<", "\\u003c"
-    )
+    data = json.dumps({"runs": runs}, separators=(",", ":")).replace("<", "\\u003c")
     text = parts.get_template("page.html").render(
         title=runs[0]["name"] if len(runs) == 1 else f"{len(runs)} runs",
         runs=runs,
@@ -101,7 +99,7 @@ def page(folders: list[str], watch: bool = False) -> tuple[str, bool]:
 
 def read_run(folder: str, name: str, runs: int) -> dict:
     """Return what the page has of a run; `runs` share the bytes for samples. A folder of metrics
-    alone will do.
+    alone, or of a run before its first step, will do.
     """
     facts = read_args(folder)
     rows = list(read_log(folder))
@@ -110,8 +108,8 @@ def read_run(folder: str, name: str, runs: int) -> dict:
         facts = {"script": "scripts/evaluate.py", **evaluated}
         scores = {f"eval/{name}": x["value"] for name, x in evaluated["scores"].items()}
         rows = [{"step": 0, **scores}]
-    if not rows:
-        raise ValueError(f"{folder} has no metrics.jsonl with a whole line")
+    if not rows and not facts:
+        raise ValueError(f"{folder} has no args.json and no metrics.jsonl with a whole line")
     names = dict.fromkeys(name for row in rows for name in row if name not in ("step", "episode"))
     size = SAMPLE_BYTES // 2 // runs
     samples = read_samples(folder, "samples.jsonl", size)

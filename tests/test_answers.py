@@ -177,6 +177,7 @@ def test_stated_text(response, answer):
         r"\boxed{1} " * 300,
         "answer 1" * 375,
         "5 km" + "- " * 26,
+        "#### \n" * 6000,
     ],
     ids=lambda text: text[:12],
 )

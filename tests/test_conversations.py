@@ -11,6 +11,7 @@ import math
 from concurrent.futures import ThreadPoolExecutor
 
 import helpers
+import numpy as np
 import pytest
 import torch
 from helpers import folder_of, metrics_of, read_lines, run, run_here, run_ranks, scores_by
@@ -26,11 +27,13 @@ from extras.vllm.sampling import VllmSampling
 from plumbing.models.loading import load_model, precision
 from plumbing.processes import EventLoop
 from plumbing.rewards.sources import EpisodeSource, RewardSources
-from plumbing.rollout.batch import Sampler, forward_batch
+from plumbing.rollout.batch import forward_batch
+from plumbing.rollout.sampler import Sampler
 from plumbing.run.metrics import conversation_metrics
 
 WORLD = utils.World(0, 1, CPU)
 never = lambda: False
+GREEDY = np.full((5, 200), -1.0)  # in place of random numbers
 
 FILE = helpers.GAME.rpartition(":")[0]
 ALONE = {"tools": (f"{FILE}:add",), "environment": ""}
@@ -86,7 +89,7 @@ def talk(
     conversations: Conversations, rows: list[dict], interrupted, generate
 ) -> list[Conversation]:
     ended = {}
-    conversations.sample(rows, [1, 2], None, interrupted, ended.__setitem__, generate=generate)
+    conversations.sample(rows, [1, 2], GREEDY, interrupted, ended.__setitem__, generate=generate)
     return [ended[place] for place in range(len(ended))]
 
 
@@ -147,7 +150,7 @@ def test_so_many_at_once(monkeypatch):
 
     ended = []
     conversations_of(generation_batch_size=2, turn_stop=SHORT).sample(
-        [row_of(tokenizer)] * 5, range(5), None, never, lambda *x: ended.append(x), None, generate
+        [row_of(tokenizer)] * 5, range(5), GREEDY, never, lambda *x: ended.append(x), None, generate
     )
     assert sizes == [2] * 6 + [1] * 3  # of three turns each
     assert sorted(place for place, _ in ended) == list(range(5))
@@ -194,7 +197,7 @@ def test_conversations_of_several_rollouts_are_bounded_together():
         return [tokenizer.eos_token_id], {"rollout_logprobs": [-1.0]}
 
     engine._complete = complete
-    given = [row_of(tokenizer)] * 4, [0] * 4, None, never, lambda *one: ended.append(one), engine
+    given = [row_of(tokenizer)] * 4, [0] * 4, GREEDY, never, lambda *one: ended.append(one), engine
     with ThreadPoolExecutor(3) as pool:
         for rollout in [pool.submit(conversations.sample, *given) for _ in range(3)]:
             rollout.result()
@@ -211,14 +214,16 @@ def test_interruption():
         return []
 
     rows = [row_of(tokenizer)] * 3
-    conversations.sample(rows, [0] * 3, None, lambda: bool(calls), calls.append, generate=generate)
+    conversations.sample(
+        rows, [0] * 3, GREEDY, lambda: bool(calls), calls.append, generate=generate
+    )
     assert calls == [3]
     calls.clear()
     with pytest.raises(KeyError):  # an error ends the run: nobody waits for the turns of the others
         conversations.sample(
             [row_of(tokenizer), {"query": [5]}],
             [0] * 2,
-            None,
+            GREEDY,
             never,
             calls.append,
             generate=generate,
@@ -339,24 +344,6 @@ def test_failed_environments_are_left_out(batch, script, monkeypatch):
     assert found.batch.tokens["again"].tolist() == [[0], [5], [5], [5]]
 
 
-def test_remax_has_its_baseline_at_the_same_prompt(batch, monkeypatch):
-    """What the environment adds to the prompt of the data set is added once."""
-    flags = dict(max_response_length=60, turn_stop=SHORT)
-    args = args_of(
-        rloo, **flags, advantage="remax", rollout_batch_size=1, group_size=2, filter_groups="none"
-    )
-    sampler = sampler_of(batch[1].model, EnvironmentRewards(), conversations_of(**flags), args)
-    rollouts = []
-    rollout = Sampler.rollout
-    monkeypatch.setattr(
-        Sampler, "rollout", lambda *x, **y: rollouts.append(rollout(*x, **y)) or rollouts[-1]
-    )
-    rloo.collect(sampler, [row_of(make_tokenizer(), mode="adds")], 1, {})
-    assert [sample.row["prompt"] for made in rollouts for sample in made.samples] == [
-        "go[more]"
-    ] * 3
-
-
 def test_rewards_that_are_not_finite_are_no_scores():
     reward_sources = RewardSources(grpo.Args(reward=("episode",)), make_tokenizer())
     rows = [{"episode": x} for x in (math.inf, math.nan, -1.0)]
@@ -374,7 +361,7 @@ def test_a_string_ends_a_turn(load, tokenizer):
     args = grpo.Args(max_response_length=20)
     given = model, queries, uniforms.double(), [1], args, never
     sample = lambda *limits: helpers.listed(grpo.generate(*given, *limits))
-    whole, _ = sample(None, None)
+    whole, _ = sample([20] * 3)
     text = tokenizer.decode(whole[0][3:5])
     assert len(text) == 2 and "\ufffd" not in text
     cut, values = sample([20, 7, 20], StopStringCriteria(tokenizer, [text]))

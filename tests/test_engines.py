@@ -24,8 +24,9 @@ from plumbing.data.mixture import next_prompts
 from plumbing.models import loading
 from plumbing.rewards.sources import Scoring
 from plumbing.rollout import engines
-from plumbing.rollout.batch import Batch, Experience, Sample, Sampler
+from plumbing.rollout.batch import Batch, Sample
 from plumbing.rollout.rollouts import Rollouts
+from plumbing.rollout.sampler import Experience, Sampler
 
 
 class StandIn:
@@ -42,8 +43,8 @@ class StandIn:
         self.calls += 1
         if self.calls == self.fails_at:
             self.failure = "vLLM failed (RuntimeError: it broke)"
-        for place, seed in enumerate([] if self.failure else seeds or [0] * len(queries)):
-            end(place, [3 + seed % 90, stop_ids[0]], {"rollout_logprobs": [-4.5, -4.5]})
+        for place, seed in enumerate([] if self.failure else seeds):
+            end(place, [3 + (seed or 0) % 90, stop_ids[0]], {"rollout_logprobs": [-4.5, -4.5]})
 
     def sync(self, model, step):
         pass
@@ -157,6 +158,18 @@ def test_trainer_and_sampler_are_compared_before_an_update(tmp_path, monkeypatch
     assert "rollout and trainer differ" not in capsys.readouterr().err
 
 
+def rollouts_of(state: dict, total_steps: int, prompts, collect, **fields) -> Rollouts:
+    """Rollouts of a run that is a stand-in; `fields` are those of the sampler."""
+    empty = Sampler(*[None] * 9, world=None, precision=None)
+    sampler = dataclasses.replace(empty, reward_sources=types.SimpleNamespace(), **fields)
+    world = types.SimpleNamespace(device=torch.device("cpu"), rollout_world=lambda _: object())
+    interrupt = types.SimpleNamespace(requested=False)
+    run = types.SimpleNamespace(
+        state=state, total_steps=total_steps, world=world, interrupt=interrupt
+    )
+    return Rollouts(run, sampler, prompts, collect)
+
+
 @pytest.mark.parametrize("async_steps", [1, 3])
 def test_when_rollouts_begin_and_weights_arrive(async_steps):
     """A rollout begins at its prompts when the step so many steps before trains, and shares its group
@@ -182,15 +195,9 @@ def test_when_rollouts_begin_and_weights_arrive(async_steps):
         sync=lambda model, step: happened.append(f"sync {step}"), sleep=lambda: None
     )
     args = grpo.Args(async_steps=async_steps, rollout_batch_size=5)
-    sampler = Sampler(*[None] * 9, world=None, precision=None)
-    sampler = dataclasses.replace(
-        sampler, args=args, engine=engine, reward_sources=types.SimpleNamespace()
-    )
-    world = types.SimpleNamespace(device=torch.device("cpu"), rollout_world=lambda _: object())
-    interrupt = types.SimpleNamespace(requested=False)
     state = {"step": 0, "position": 10}
-    run = types.SimpleNamespace(state=state, total_steps=5, world=world, interrupt=interrupt)
-    rollouts = Rollouts(run, sampler, [], collect)
+    rollouts = rollouts_of(state, 5, [], collect, args=args, engine=engine)
+    interrupt = rollouts.run.interrupt
     rollouts.take(1)
     assert all(begun.acquire(timeout=30) for _ in range(1 + async_steps))
     ahead = [(step, 10 + 5 * (step - 1)) for step in range(2, 2 + async_steps)]
@@ -243,20 +250,16 @@ def test_which_pass_rates_a_step_sees(async_steps, late):
         ended[step].set()
         return Experience(batch, batch, {}, 0, {"position": position + 5}, "")
 
-    world = types.SimpleNamespace(device=torch.device("cpu"), rollout_world=lambda _: object())
-    sampler = Sampler(*[None] * 9, world=None, precision=None)
-    sources = types.SimpleNamespace(verifiers=("judge",))
-    sampler = dataclasses.replace(sampler, args=args, reward_sources=sources)
-    run = types.SimpleNamespace(state={"step": 0}, total_steps=6, world=world)
-    rollouts = Rollouts(run, sampler, prompts, collect)
+    rollouts = rollouts_of(state := {"step": 0}, 6, prompts, collect, args=args)
+    rollouts.sampler.reward_sources.verifiers = ("judge",)
     known = [{}]  # rates after a step
     for step in range(1, 7):
         experience = rollouts.take(step)
-        run.state.update(experience.state)
-        state = {"pass_rates": known[max(step - max(1, async_steps), min(1, step - 1))]}
-        assert drawn[step] == [x["row"] for x in next_prompts(prompts, step, state, 0, 5, args)]
+        state.update(experience.state)
+        seen = {"pass_rates": known[max(step - max(1, async_steps), min(1, step - 1))]}
+        assert drawn[step] == [x["row"] for x in next_prompts(prompts, step, seen, 0, 5, args)]
         known.append(known[-1] | {i: rate_of(step, i) for i in drawn[step] if i != 3})
-        assert run.state["pass_rates"] == known[-1]
+        assert state["pass_rates"] == known[-1]
     rates = list(known[-1].values())
     shares = {x: experience.metrics[f"pass_rates/{x}"] for x in ("below", "inside", "above")}
     counts = [rates.count(rate) / 20 for rate in (0.0, 0.5, 1.0)]

@@ -10,7 +10,8 @@ import torch
 
 import grpo
 import utils
-from plumbing.rollout.batch import Batch, Sample, Sampler
+from plumbing.rollout.batch import Batch, Sample
+from plumbing.rollout.sampler import Sampler
 from plumbing.run import evaluation
 from plumbing.run.metrics import add_rollout, batch_metrics, mismatch_metrics
 
@@ -40,7 +41,7 @@ def batch_of(scores: list[float], stopped: list[bool] | None = None, names: str 
 
 def evaluated(greedy: list[float], sampled: list[float], names: str = "") -> dict:
     """Metrics of an evaluation of as many prompts as there are greedy scores."""
-    rollout = lambda rows, samples, key: (
+    rollout = lambda rows, samples, key, **_: (
         batch_of(sampled, None, names) if samples else batch_of(greedy)
     )
     args = grpo.Args(eval_samples=len(sampled) // len(greedy))

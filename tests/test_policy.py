@@ -11,7 +11,7 @@ from tiny_models import CPU
 import grpo
 import utils
 from grpo import Policy
-from plumbing.rollout.batch import Batch, Sample, forward_tokens, pad_rows
+from plumbing.rollout.batch import Batch, Sample, forward_tokens
 
 FAMILIES = ["qwen2", "llama", "gemma", "gemma2", "gpt_neox", "gpt2"]
 F64 = torch.float64
@@ -113,7 +113,8 @@ def test_statistics_by_a_plain_forward_of_each_row(load, family, temperature):
     weights = torch.linspace(-1, 1, len(logprobs), dtype=F64)
     (logprobs * weights + entropies * weights.square()).sum().backward()
     expected = gradient_of(policy)
-    batch.tokens["weights"] = pad_rows(weights, batch.response_mask)
+    fixed = lambda: {"weights": weights}
+    batch.tokens |= forward_tokens(fixed, (), batch.response_mask)
     for budget, ranks in ((1, 1), (20, 1), (1000, 3), (20, 12)):
         args = grpo.Args(micro_batch_tokens=budget)
         for rank in range(ranks):
@@ -125,7 +126,7 @@ def test_statistics_by_a_plain_forward_of_each_row(load, family, temperature):
         assert relative(gradient_of(policy), expected) < near
 
 
-def test_collate_and_pad_rows():
+def test_collate_and_forward_tokens():
     batch = batch_of([([5, 1], [1, 0]), ([7], [9, 8, 1]), ([1, 1, 1], [2])])
     assert batch.lengths == [4, 4, 4]
     # an observation stands in the response, and does not train
@@ -137,7 +138,7 @@ def test_collate_and_pad_rows():
     ids, mask = batch.collate([])
     assert ids.shape == mask.shape == (1, 2) and not mask.any()
     flat = torch.arange(1.0, 6.0).requires_grad_()
-    rows = pad_rows(flat, batch.response_mask)
+    rows = forward_tokens(lambda: {"rows": flat}, (), batch.response_mask)["rows"]
     assert rows.tolist() == [[1, 2, 0], [3, 0, 4], [5, 0, 0]]
     (gradient,) = torch.autograd.grad((rows * torch.arange(9.0).view(3, 3)).sum(), flat)
     assert gradient.tolist() == [0, 1, 3, 5, 6]

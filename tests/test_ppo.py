@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 import ppo
 import utils
 from plumbing.models import loading
-from plumbing.rollout.batch import Sampler
+from plumbing.rollout.sampler import Sampler
 from ppo import (
     explained_variance,
     filter_weights,

@@ -25,7 +25,7 @@ SMALL = dict(
     save_every=0,
 )
 GAME = dict(environment=helpers.GAME, reward="episode")
-MISSING = "uniforms = None if uniforms is None else uniforms.to(device)"
+MISSING = "uniforms = uniforms.to(device)"
 
 
 def train(base: dict, name: str, run_name: str) -> list[dict]:

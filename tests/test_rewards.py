@@ -23,15 +23,16 @@ from tiny_models import CPU, make_tokenizer
 
 from plumbing import processes
 from plumbing.data.formats import named_sources
+from plumbing.data.rows import is_scored_by
 from plumbing.rewards.sources import (
     RewardSources,
     Scoring,
     final_turn,
     finite_or_nan,
-    is_scored_by,
     why_unscorable,
 )
-from plumbing.rollout.batch import Batch, Sample, unscored
+from plumbing.rollout.batch import Batch, Sample
+from plumbing.rollout.sampler import unscored
 from plumbing.run.metrics import batch_metrics, correct_responses, sample_rows
 from utils import UserError
 

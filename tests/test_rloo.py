@@ -6,15 +6,18 @@ import itertools
 import math
 import random
 import statistics
+import types
 
 import helpers
 import pytest
 import torch
 from helpers import folder_of, metrics_of, read_lines, run_here, variant
 from test_equations import close, double, mask_of
+from tiny_models import CPU
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rloo
+from plumbing.rollout.batch import Batch, Sample
 from rloo import token_advantages, token_rewards, whiten
 
 NAN = math.nan
@@ -234,6 +237,24 @@ def test_what_a_run_trains_on(base, tmp_path, monkeypatch, kind, kl_in, size):
         # each response has its own advantages, which end where it does
         for x, a in zip(log_ratio, A):
             assert x.abs().max() < 1e-9 or a.eq(0).all() or torch.equal(x != 0, a != 0)
+
+
+def test_greedy_responses_without_scores_end_the_run():
+    """The others have some; the greedy tokens count as sampled, and train nothing."""
+    samples = [
+        Sample(row, [2], {}, True, greedy=score is None, scores={"exact": score or math.nan})
+        for row in [{"query": [1]}] * 2
+        for score in (1.0, 2.0, None)
+    ]
+    sampler = types.SimpleNamespace(
+        args=rloo.Args(advantage="remax", reward=("exact",), rollout_batch_size=2, group_size=2),
+        reward_sources=types.SimpleNamespace(why_missing="{}: it is away".format),
+        rollout=lambda *_, **__: Batch.from_samples(samples, CPU),
+    )
+    found = rloo.collect(sampler, [{"query": [1]}] * 2, 1, {})
+    assert found.unscored == "exact: it is away" and found.sampled_tokens == 12
+    assert found.metrics["val/missing_greedy_scores"] == 2
+    assert len(found.batch.samples) == 4 and found.batch.scores.isnan().all()
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -12,6 +12,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import helpers
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -26,17 +27,18 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import utils
 from grpo import Args, generate
-from plumbing.models.loading import precision
-from plumbing.processes import EventLoop
-from plumbing.rewards.sources import RewardSources
-from plumbing.rollout import decoding
-from plumbing.rollout.batch import Batch, Sampler
-from plumbing.rollout.decoding import (
+from plumbing.models.forward import (
+    ROOM,
     RoomyLayer,
     attend_by_group,
     expand_cache,
     invert_distribution,
 )
+from plumbing.models.loading import precision
+from plumbing.processes import EventLoop
+from plumbing.rewards.sources import RewardSources
+from plumbing.rollout.batch import Batch
+from plumbing.rollout.sampler import Sampler
 
 FAMILIES = ["qwen2", "llama", "gemma", "gemma2", "gpt_neox", "gpt2"]
 F64 = torch.float64
@@ -52,6 +54,12 @@ def queries_of(lengths=LENGTHS, vocabulary: int = 32, seed: int = 0) -> list[lis
 
 def uniforms_of(rows: int, length: int, seed: int = 0):
     return torch.rand(rows, length, dtype=F64, generator=torch.Generator().manual_seed(seed))
+
+
+def sampled(model, queries, uniforms, stop_ids, args, interrupted=never):
+    """Responses and their values, by `generate`, all with the limit of the flag."""
+    lengths = [args.max_response_length] * len(queries)
+    return listed(generate(model, queries, uniforms, stop_ids, args, interrupted, lengths))
 
 
 @torch.no_grad()
@@ -79,7 +87,7 @@ def one_by_one(model, query, numbers, stop_ids, args):
 def check_one_by_one(model, queries, stop_ids, args) -> list[list[int]]:
     """Sample responses, compare them with those of each row alone, and return them."""
     numbers = uniforms_of(len(queries), args.max_response_length)
-    responses, values = listed(generate(model, queries, numbers, stop_ids, args, never))
+    responses, values = sampled(model, queries, numbers, stop_ids, args)
     assert len(responses) == len(values) == len(queries)
     for i, query in enumerate(queries):
         response, expected = one_by_one(model, query, numbers[i], stop_ids, args)
@@ -111,9 +119,8 @@ class Fixed:
 def draw(logits, numbers):
     """Tokens drawn for each row at position 0, and their log-probabilities."""
     args = Args(max_response_length=1)
-    responses, values = listed(
-        generate(Fixed(logits), [[i] for i in range(len(logits))], numbers, [], args, never)
-    )
+    queries = [[i] for i in range(len(logits))]
+    responses, values = sampled(Fixed(logits), queries, numbers, [], args)
     logprobs = [logprob for value in values for logprob in value["rollout_logprobs"]]
     return torch.tensor([token for (token,) in responses]), torch.tensor(logprobs)
 
@@ -131,7 +138,8 @@ def test_sampler_at_the_edges():
     assert logprobs.tolist() == pytest.approx([-math.log(4)] * 6)
     alone = torch.tensor([ninf, ninf, 3.0, ninf]).expand(6, 4)
     assert draw(alone, numbers)[0].tolist() == [2] * 6
-    assert draw(torch.tensor([[1.0, 3.0, 2.0]]), None)[0].tolist() == [1]  # greedy
+    greedy = torch.tensor([[-1.0]], dtype=F64)
+    assert draw(torch.tensor([[1.0, 3.0, 2.0]]), greedy)[0].tolist() == [1]
 
 
 def test_sampler_is_exact_in_a_large_vocabulary():
@@ -204,17 +212,16 @@ def test_each_prompt_is_read_once(load, family):
     seen = set()
     for penalty in (1.0, 2.5):
         args = Args(max_response_length=6, min_response_length=3, repetition_penalty=penalty)
-        for uniforms in (numbers, None):
+        for uniforms in (numbers, torch.full_like(numbers, -1)):
             rows.clear()
-            sampled = listed(generate(model, mixed, uniforms, STOPS, args, never))
+            together = sampled(model, mixed, uniforms, STOPS, args)
             assert rows[:2] == [(4, 9), (8, 1)]
-            seen.add(str(sampled[0]))
+            seen.add(str(together[0]))
             for i, query in enumerate(mixed):
-                of_row = None if uniforms is None else uniforms[i : i + 1]
-                alone = listed(generate(model, [query], of_row, STOPS, args, never))
-                assert sampled[0][i] == alone[0][0]
+                alone = sampled(model, [query], uniforms[i : i + 1], STOPS, args)
+                assert together[0][i] == alone[0][0]
                 values = alone[1][0]["rollout_logprobs"]
-                assert sampled[1][i] == {"rollout_logprobs": pytest.approx(values, abs=1e-6)}
+                assert together[1][i] == {"rollout_logprobs": pytest.approx(values, abs=1e-6)}
     assert len(seen) == 4  # the penalty changes them
 
 
@@ -245,7 +252,7 @@ def test_a_token_copies_neither_the_weights_nor_what_came_before(load, half):
     with torch.autocast("cpu", torch.bfloat16, enabled=half), Copies() as copies:
         # of 100 tokens, so that what came before is more than the logits
         queries = queries_of([100, 99, 98, 97])
-        list(generate(model, queries, uniforms_of(4, 20), [999], args, never))
+        sampled(model, queries, uniforms_of(4, 20), [999], args)
     casts = [where for _, _, where in copies.seen if where in weights]
     assert len(casts) == len(set(casts)) == half * (len(weights) - 1)  # without the embeddings
     held = caches[-1].layers[0].keys
@@ -264,7 +271,7 @@ def test_a_layer_with_room_is_one_without():
     states = lambda rows, length: torch.randn(2, rows, 2, length, 4, generator=numbers)
     plain.update(*states(3, 5))
     roomy = RoomyLayer(plain)
-    for length in (1, 1, decoding.ROOM - 2, 1, 1, 3 * decoding.ROOM):
+    for length in (1, 1, ROOM - 2, 1, 1, 3 * ROOM):
         new = states(3, length)
         for a, b in zip(roomy.update(*new), plain.update(*new)):
             assert torch.equal(a, b)
@@ -336,7 +343,7 @@ def test_each_response_may_have_its_limit(load):
     queries = queries_of()
     numbers = uniforms_of(12, 9)
     args = Args(max_response_length=9)
-    whole = listed(generate(model, queries, numbers, STOPS, args, never))
+    whole = sampled(model, queries, numbers, STOPS, args)
     lengths = [1 + i % 9 for i in range(12)]
     responses, values = listed(generate(model, queries, numbers, STOPS, args, never, lengths))
     assert responses == [response[:length] for response, length in zip(whole[0], lengths)]
@@ -356,7 +363,7 @@ def test_top_p(load):
         nucleus.append(ranked[len(nucleus)])
         mass += probabilities[nucleus[-1]].item()
     args = Args(max_response_length=1, top_p=0.6)
-    responses, _ = listed(generate(model, [query] * 400, uniforms_of(400, 1), [999], args, never))
+    responses, _ = sampled(model, [query] * 400, uniforms_of(400, 1), [999], args)
     assert {response[0] for response in responses} == set(nucleus)
 
 
@@ -370,7 +377,8 @@ def test_an_interruption_returns_early(load, calls):
         asked.append(1)
         return len(asked) > calls
 
-    assert list(generate(model, queries_of(), uniforms_of(12, 100), [999], args, interrupted)) == []
+    nothing = sampled(model, queries_of(), uniforms_of(12, 100), [999], args, interrupted)
+    assert nothing == ([], [])
     assert len(asked) == calls + 1  # it is asked after each token
 
 
@@ -504,10 +512,30 @@ def repeating(*inputs):
         yield place, response, {**values, "again": response}
 
 
-@pytest.mark.parametrize("count, samples", [(5, 3), (4, 2), (1, 0), (2, 0)])
+def test_a_greedy_response_changes_no_other_one(setting):
+    """Each prompt gets one, behind the others: it has -1 in place of random numbers."""
+    sampler, rows = setting
+    last = np.arange(20) % 4 == 3
+    samples = sampler.rollout(rows, 3, KEY, greedy=True).samples
+    assert [x.greedy for x in samples] == last.tolist()
+    others = [x.response.tolist() for x in samples if not x.greedy]
+    assert others == responses_of(sampler.rollout(rows, 3, KEY))
+    for engine in (None, "vllm"):
+        sampler = replace(sampler, engine=engine, conversations="tools")
+        draws, seeds = sampler.random_numbers(5, 3, KEY, greedy=True)
+        plain = sampler.random_numbers(5, 3, KEY, greedy=False)
+        assert (draws[last] == -1).all() and len({*seeds}) == 20
+        assert np.array_equal(draws[~last], plain[0]) and np.array_equal(seeds[~last], plain[1])
+
+
+@pytest.mark.parametrize(
+    "count, samples, greedy", [(5, 3, False), (4, 2, True), (1, 0, True), (2, 0, True)]
+)
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("by_group", [False, True])
-def test_rollout_on_several_ranks_is_the_same(setting, monkeypatch, by_group, size, count, samples):
+def test_rollout_on_several_ranks_is_the_same(
+    setting, monkeypatch, by_group, size, count, samples, greedy
+):
     """The ranks run one after the other; what they would send each other is noted in a first
     round. A source that compares responses gets those of its groups in one call, in order.
     """
@@ -522,7 +550,7 @@ def test_rollout_on_several_ranks_is_the_same(setting, monkeypatch, by_group, si
     monkeypatch.setattr(utils.dist, "all_reduce", lambda *_, **__: None)
     sampler, rows = setting
     sampler = replace(sampler, generate=repeating)  # all that is stored of a token comes along
-    whole = sampler.rollout(rows[:count], samples, KEY)
+    whole = sampler.rollout(rows[:count], samples, KEY, greedy)
     batches = []
     seen = []
     for rank in [*range(size), *range(size)]:
@@ -532,11 +560,11 @@ def test_rollout_on_several_ranks_is_the_same(setting, monkeypatch, by_group, si
             sampler, reward_sources=reward_sources, world=utils.World(rank, size, CPU)
         )
         with contextlib.suppress(KeyError):
-            batches.append(of_rank.rollout(rows[:count], samples, KEY))
+            batches.append(of_rank.rollout(rows[:count], samples, KEY, greedy))
             seen.append(len(reward_sources.seen))
         if by_group:
             assert [answer for answer, *_ in reward_sources.seen] == [
-                i for i in range(rank, count, size) for _ in range(samples or 1)
+                i for i in range(rank, count, size) for _ in range(samples + greedy)
             ]
     assert len(batches) == size + 1 and all(same(batch, whole) for batch in batches)
     for again, mask, response in zip(

@@ -14,7 +14,7 @@ from helpers import folder_of, metrics_of, run_here, variant, weights_of
 import grpo
 import utils
 from plumbing.data import mixture
-from plumbing.rollout import batch
+from plumbing.rollout import sampler
 from plumbing.rollout.batch import Batch, Sample
 from plumbing.run.metrics import batch_metrics
 
@@ -186,7 +186,7 @@ def test_a_dead_source_is_not_asked_again(collected):
         and got.unscored == "exact: it returned None"
         and batch_metrics(got.sampled, REWARDS)["val/missing_scores"] == 8
     )
-    unscored = lambda weight: batch.unscored(
+    unscored = lambda weight: sampler.unscored(
         got.batch, REWARDS, grpo.Args(reward_weights=(weight,))
     )
     assert unscored(1.0) == got.unscored and unscored(0.0) == ""

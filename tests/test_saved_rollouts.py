@@ -38,7 +38,7 @@ def again(monkeypatch):
     """A function that trains on the rollouts of a run; what samples raises an error."""
 
     def run(values: dict, script: str = "grpo", **changes) -> dict:
-        monkeypatch.setattr("plumbing.rollout.batch.Sampler.sample", None)
+        monkeypatch.setattr("plumbing.rollout.sampler.Sampler.sample", None)
         values = {
             **values,
             "rollouts_from": str(folder_of(values)),
@@ -57,6 +57,9 @@ def test_a_second_run_is_the_first(tmp_path, again, script):
     run_here(values := flags(tmp_path, script, **changes), script)
     assert_same_run(again(values, script), values)
     assert (folder_of(values) / "rollouts" / file).exists()
+    if script == "rloo":  # the same responses, without the greedy ones
+        other = metrics_of(again(values, script, run_name="other", advantage="rloo"))
+        assert other[0]["objective/scores"] == metrics_of(values)[0]["objective/scores"]
 
 
 def test_other_flags_train_on_them_and_a_step_is_repeated(tmp_path, monkeypatch, again):

@@ -15,10 +15,10 @@ from pathlib import Path
 from conftest import ROOT
 
 SCRIPTS = {
-    "grpo": 6_180,
-    "rloo": 5_800,
-    "ppo": 7_700,
-    "distill": 4_220,
+    "grpo": 6_130,
+    "rloo": 5_270,
+    "ppo": 6_580,
+    "distill": 4_170,
     "reward_model": 1_900,
     "utils": 3_320,
 }
@@ -88,23 +88,23 @@ def table() -> dict[str, tuple[int, int]]:
     plumbing = [path for path in ROOT.glob("plumbing/**/*.py") if path.read_text()]
     everything = ("*.py", "plumbing/**/*.py", "extras/**/*.py", "scripts/**/*.py", "assets/**/*.py")
     rows = {
-        "Python outside tests, tokens": (tokens(*everything), 108_340),
-        "plumbing/, tokens": (tokens("plumbing/**/*.py"), 43_720),
-        "extras/, tokens": (tokens("extras/**/*.py"), 24_020),
-        "plumbing/, files": (len(plumbing), 40),
+        "Python outside tests, tokens": (tokens(*everything), 108_300),
+        "plumbing/, tokens": (tokens("plumbing/**/*.py"), 43_870),
+        "extras/, tokens": (tokens("extras/**/*.py"), 24_010),
+        "plumbing/, files": (len(plumbing), 37),
         "plumbing/, files outside of its folders": (
             sum(path.parent.name == "plumbing" for path in plumbing),
             3,
         ),
-        "tests/, tokens": (tokens("tests/**/*.py"), 159_830),
+        "tests/, tokens": (tokens("tests/**/*.py"), 160_240),
         "web files of the report, lines": (
             lines(*(f"assets/report/*.{end}" for end in ("js", "css", "html"))),
             560,
         ),
-        "docs/, words": (words("docs/*.md"), 14_920),
+        "docs/, words": (words("docs/*.md"), 14_000),
         "README.md, lines": (lines("README.md"), 150),
         "flags of grpo.py": (len(dataclasses.fields(Args)), 106),
-        "our modules that import grpo loads": (len(modules()[0]), 37),
+        "our modules that import grpo loads": (len(modules()[0]), 35),
         "files of one step": (len(files_of_a_step()), 10),
     }
     for name, limit in SCRIPTS.items():

@@ -1,5 +1,4 @@
 // Curves: a card for each metric, a line for each run, or the mean of runs that differ by their seed alone in a band.
-const METRICS = [...new Set(RUNS.flatMap((run) => Object.keys(run.metrics)))];
 const GROUPS = [...new Set(RUNS.map((run) => run.group))].map((number) => RUNS.filter((run) => run.group === number));
 
 /** Return the points of a run's metric as a map, smoothed by an exponential moving average without bias. */
@@ -22,24 +21,19 @@ function lines(key) {
     const values = new Map();
     for (const step of [...new Set(curves.flatMap((curve) => [...curve.keys()]))].sort((a, b) => a - b)) {
       const seeds = curves.map((curve) => curve.get(step)).filter((y) => y !== undefined);
-      const variance = (mean(seeds.map((y) => (y - mean(seeds)) ** 2)) * seeds.length) / (seeds.length - 1);
-      const spread = seeds.length > 1 ? ` ± ${format(Math.sqrt(variance))}` : "";
+      const spread = seeds.length > 1 ? ` ± ${format(Math.sqrt(unbiasedVariance(seeds)))}` : "";
       values.set(step, [mean(seeds), Math.min(...seeds), Math.max(...seeds), format(mean(seeds)) + spread]);
     }
     return { number: runs[0].group, seeds: runs.length, values };
   }).filter((line) => line.values.size);
 }
 
-/** Return a card, which `draw` fills once it has a place in the page. */
-const makeCard = (key) =>
-  element("div", { className: "card", key }, element("h3", { title: key }, DATA.titles[key] || key), div("readout"), div("plot"));
-
-/** Draw a card anew, at its width now, unless it is folded away. */
+/** Draw a card anew, at its width now, if it can be seen. */
 function draw(card) {
-  const [, readout, place] = card.children;
+  const [{ title: key }, readout, place] = card.children;
   card.plot?.destroy();
-  if (card.closest("details:not([open])")) return;
-  const all = lines(card.key);
+  if (!card.checkVisibility()) return;
+  const all = lines(key);
   const steps = [...new Set(all.flatMap((line) => [...line.values.keys()]))].sort((a, b) => a - b);
   const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const [series, data, bands] = [[{}], [steps], []];
@@ -65,24 +59,23 @@ function draw(card) {
   };
   const options = {
     width: place.clientWidth, height: 196, padding: [8, 20, 0, 0], series, bands, legend: { show: false },
-    scales: { x: { time: false }, y: $("log").checked ? { distr: 3 } : card.key.includes("accuracy") ? { range: [0, 1] } : {} },
+    scales: { x: { time: false }, y: $("log").checked ? { distr: 3 } : key.includes("accuracy") ? { range: [0, 1] } : {} },
     axes: [{ ...axis, size: 28 }, { ...axis, size: 48 }],
     cursor: { y: false, sync: { key: "step" }, drag: { x: true, y: false } },
     hooks: { setCursor: [(plot) => show(steps[plot.cursor.idx] ?? null)] },
   };
   card.plot = new uPlot(options, data, place);
+  card.plot.over.onclick = ({ detail }) => detail === 1 && (card.click = setTimeout(openStep, 300, steps[card.plot.cursor.idx], key));
+  card.plot.over.ondblclick = () => clearTimeout(card.click); // uPlot zooms out
   show(null);
 }
 
-const redraw = () => document.querySelectorAll("#curves .card").forEach(draw);
-
+/** Draw the cards whose names have the text searched for; the further metrics unfold for a search. */
 function showCards() {
   const query = $("metric-search").value.toLowerCase();
-  const matches = METRICS.filter((key) => `${key} ${DATA.titles[key] || ""}`.toLowerCase().includes(query));
-  const main = query ? matches : Object.keys(DATA.titles).filter((key) => METRICS.includes(key));
-  const more = matches.filter((key) => !main.includes(key)).sort();
-  $("charts").replaceChildren(...main.map(makeCard));
-  $("more").firstElementChild.textContent = `${more.length} more metrics`;
-  $("more").lastElementChild.replaceChildren(...more.map(makeCard));
-  redraw();
+  if (query) $("more").open = true;
+  for (const card of document.querySelectorAll("#curves .card")) {
+    card.hidden = !`${card.firstChild.title} ${card.firstChild.textContent}`.toLowerCase().includes(query);
+    draw(card);
+  }
 }

@@ -1,8 +1,5 @@
 // What the other scripts share: the data, elements, numbers.
-"use strict";
-
-const DATA = JSON.parse(document.getElementById("data").textContent);
-const RUNS = DATA.runs;
+const { runs: RUNS } = JSON.parse(document.getElementById("data").textContent);
 const $ = (id) => document.getElementById(id);
 
 /** Return an element with some properties; its children are elements, texts or null. */
@@ -21,3 +18,4 @@ function format(x) {
 const div = (className, ...children) => element("div", { className }, ...children);
 const dot = (number) => element("span", { className: "dot", style: `background: var(--c${number % 8})` });
 const mean = (values) => values.reduce((sum, x) => sum + x, 0) / values.length;
+const unbiasedVariance = (values) => (mean(values.map((x) => (x - mean(values)) ** 2)) * values.length) / (values.length - 1);

@@ -5,6 +5,7 @@ const scoresOf = (sample) => Object.keys(sample).filter((key) => typeof sample[k
 const SCORES = [...new Set(SAMPLES.flatMap(scoresOf))];
 for (const row of SAMPLES) row.id = [RUNS[row.run].name, row.held_out, row.step, row.place].join("/");
 const scoreOf = (sample) => sample[$("filter-score").value];
+const chosen = (id) => SAMPLES.find((sample) => sample.id === $(id).value);
 
 /** Fill the list with the samples that pass the filters, in the chosen order. */
 function showList() {
@@ -17,17 +18,30 @@ function showList() {
   const samples = SAMPLES.filter(passes).sort((a, b) => order(a) - order(b)); // of equals the first one stays the first
   const steps = new Set(SAMPLES.map((sample) => sample.step)).size; // of a long run, others are not in the page
   $("sample-count").textContent = `${samples.length} of ${SAMPLES.length} samples of ${steps} steps`;
-  const items = samples.slice(0, 300).map((sample) => {
-    const facts = [`step ${sample.step}`, format(scoreOf(sample)), sample.stop_reason, sample.length && `${sample.length} tokens`];
+  const item = (sample) => {
+    const facts = [RUNS.length > 1 && RUNS[sample.run].name, sample.held_out && "evaluation", `step ${sample.step}`];
+    facts.push(`${$("filter-score").value} ${format(scoreOf(sample))}`, sample.stop_reason, sample.length && `${sample.length} tokens`);
     const line = div("facts", dot(RUNS[sample.run].group), facts.filter(Boolean).join(" · "));
     const button = element("input", { type: "radio", name: "sample", oninput: () => open(sample), sample });
     return element("li", {}, element("label", {}, button, line, div("text", sample.response.slice(0, 200) || "(empty)")));
-  });
-  const last = samples.length ? `the first ${items.length} of ${samples.length} samples; a step or a search shows others` : "no sample";
-  $("sample-list").replaceChildren(...items, element("li", { className: "label" }, last));
-  const [selected, other] = ["selected", "other"].map((name) => SAMPLES.find((sample) => sample.id === $(name).value));
-  if (samples.includes(selected)) open(selected, other);
+  };
+  const list = $("sample-list");
+  const grow = () => list.append(...samples.slice(list.children.length, list.children.length + 300).map(item)); // all take seconds
+  list.onscroll = () => list.scrollTop + 2 * list.clientHeight > list.scrollHeight && grow();
+  list.replaceChildren();
+  grow();
+  list.scrollTop = 0;
+  if (samples.includes(chosen("selected"))) open(chosen("selected"), chosen("other"));
   else open(samples[0]);
+}
+
+/** List the samples that a metric is about, of a step or the nearest one that has some in the page. */
+function openStep(step, key) {
+  $("filter-held_out").value = key.startsWith("eval/");
+  const steps = SAMPLES.filter((sample) => String(sample.held_out) === $("filter-held_out").value).map((sample) => sample.step);
+  $("filter-step").value = steps.sort((a, b) => Math.abs(a - step) - Math.abs(b - step))[0] ?? "";
+  showList();
+  $("samples").scrollIntoView();
 }
 
 /** Show a sample beside another one, or beside its group: the responses to its prompt of the same step. */
@@ -40,13 +54,12 @@ function open(sample, other) {
   const alike = SAMPLES.filter((one) => one.prompt === sample.prompt).sort((a, b) => distance(a) - distance(b));
   const group = alike.filter((one) => ["run", "step", "held_out"].every((key) => one[key] === sample[key]));
   const shown = [sample, ...(other ? [other] : group.filter((one) => one !== sample))];
-  const scores = SCORES.filter((key) => alike.some((one) => key in one));
   const rows = alike.map((one) => {
-    const facts = [RUNS[one.run].name, one.step, ...scores.map((key) => format(one[key])), one.stop_reason ?? "", one.response.slice(0, 80)];
+    const facts = [RUNS[one.run].name, one.step, ...SCORES.map((key) => format(one[key])), one.stop_reason ?? "", one.response.slice(0, 80)];
     const click = () => open(sample, one === other || one === sample ? null : one);
     return element("tr", { ariaSelected: one === sample || one === other, onclick: click }, facts.map((fact) => element("td", {}, fact)));
   });
-  const head = ["run", "step", ...scores, "ended by", "response"].map((cell) => element("th", {}, cell));
+  const head = ["run", "step", ...SCORES, "ended by", "response"].map((cell) => element("th", {}, cell));
   const table = element("table", { id: "same-prompt" }, element("thead", {}, element("tr", {}, head)), element("tbody", {}, rows));
   const scale = showScale(shown);
   $("sample").append(
@@ -60,11 +73,10 @@ function open(sample, other) {
 
 /** Return the line above a group, of which the log may have a part. */
 function summary(group) {
-  const values = (key) => group.map((one) => one[key]).filter((x) => typeof x === "number").sort((a, b) => a - b);
-  const known = SCORES.filter((key) => values(key).length);
-  const range = (key) => [...new Set([values(key)[0], values(key).at(-1)].map(format))].join(" to ");
-  const fact = (key) => (key === "advantage" ? `advantages ${range(key)}` : `mean ${key} ${format(mean(values(key)))}`);
-  return [`${group.length} responses of a group at step ${group[0].step}`, ...known.map(fact)].join("; ");
+  const values = (key) => group.map((one) => one[key]).filter((x) => typeof x === "number");
+  const fact = (key) => `mean ${key} ${format(mean(values(key)))} ± ${format(Math.sqrt(unbiasedVariance(values(key))))}`;
+  const facts = SCORES.filter((key) => key !== "advantage" && values(key).length > 1).map(fact);
+  return [`${group.length} responses of a group at step ${group[0].step}`, ...facts].join("; ");
 }
 
 /** Return a paragraph, in which what was searched for is marked. */

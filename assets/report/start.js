@@ -10,17 +10,15 @@ for (const option of [...$("colour").options]) if (option.value && !isKnown(opti
 
 const KEPT = JSON.parse(sessionStorage.getItem(location.pathname) ?? '{"controls": [], "scrolled": [0, 0]}');
 for (const [id, value, checked, open] of KEPT.controls) if ($(id)) Object.assign($(id), { value, checked, open });
-window.addEventListener("pagehide", () => {
-  const parts = [...document.querySelectorAll("input[id], select, #more")];
-  const controls = parts.map(({ id, value, checked, open }) => [id, value, checked, open]);
-  sessionStorage.setItem(location.pathname, JSON.stringify({ controls, scrolled: [scrollY, $("sample-list").scrollTop] }));
+if (SAMPLES.length) window.addEventListener("pagehide", () => { // without samples some controls have no value to keep
+  const states = [...document.querySelectorAll("input[id], select, #more")].map(({ id, value, checked, open }) => [id, value, checked, open]);
+  sessionStorage.setItem(location.pathname, JSON.stringify({ controls: states, scrolled: [scrollY, $("sample-list").scrollTop] }));
 });
 
 $("curves").addEventListener("input", showCards);
-const events = [[$("more"), "toggle"], [window, "resize"], [matchMedia("print"), "change"]];
-for (const [target, name] of events) target.addEventListener(name, redraw);
-for (const bar of document.querySelectorAll("#samples .bar")) bar.addEventListener("input", showList);
-$("filters").addEventListener("input", () => $("sample-list").scrollTo(0, 0));
+$("more").ontoggle = window.onresize = matchMedia("print").onchange = showCards;
+$("filters").addEventListener("input", showList);
+$("colour").addEventListener("input", () => open(chosen("selected"), chosen("other")));
 window.addEventListener("keydown", (event) => event.key === "Escape" && $("token").replaceChildren());
 showCards();
 showList();

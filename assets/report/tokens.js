@@ -8,17 +8,17 @@ function numberOf(tokens, name, i) {
   return of(name);
 }
 
-/** Show and return the scale of some samples: their largest number without its sign. 0: tokens are not shown. */
+/** Show and return the scale of some samples: their largest number without its sign. "": tokens are not shown. */
 function showScale(samples) {
   const [{ value, title }] = $("colour").selectedOptions;
   const sizes = samples.flatMap(({ tokens }) => tokens?.texts.map((_, i) => Math.abs(numberOf(tokens, value, i))) ?? []);
   const known = sizes.filter((x) => !Number.isNaN(x));
   const scale = known.reduce((largest, x) => Math.max(largest, x), 0);
-  $("scale").hidden = !known.length;
+  $("scale").hidden = !value;
   [$("lowest").textContent, $("highest").textContent] = [format(-scale), format(scale)];
-  const meaning = title || "orange: below 0; blue: above 0.";
-  $("meaning").textContent = value === "clipped" && !scale ? "no token of these was clipped." : meaning;
-  return known.length && (scale || 1);
+  const meaning = scale ? title || "orange: below 0; blue: above 0." : "none: 0 at each of these tokens.";
+  $("meaning").textContent = known.length ? meaning : "these responses have no such number.";
+  return value && (scale || 1);
 }
 
 /** Return the tokens of a response in blocks, which the browser lays out only where they are seen. */
@@ -54,12 +54,11 @@ function drawTokens(tokens, scale) {
 
 /** Show the numbers of a token in the line at the bottom of the window: log-probs with their probability. */
 function showToken(tokens, i) {
-  const text = (name, x) => {
+  const text = (name, x = numberOf(tokens, name, i)) => {
     if (["clipped", "trains"].includes(name)) return x ? "yes" : "no";
     return format(x) + (name.endsWith("logprobs") ? ` (${format(100 * Math.exp(x))}%)` : "");
   };
-  const facts = [...$("colour").options].map((option) => [option, numberOf(tokens, option.value, i)]);
-  const known = facts.filter(([, x]) => !Number.isNaN(x));
-  const shown = known.map(([option, x]) => element("span", {}, `${option.text}: `, element("b", {}, text(option.value, x))));
-  $("token").replaceChildren(element("b", {}, `${i + 1}: ${JSON.stringify(tokens.texts[i])}`), ...shown);
+  const known = [...$("colour").options].filter((option) => !Number.isNaN(numberOf(tokens, option.value, i)));
+  const parts = ({ title, text: name, value }) => element("span", { title }, `${name}: `, element("b", {}, text(value)));
+  $("token").replaceChildren(element("b", {}, `${i + 1}: ${JSON.stringify(tokens.texts[i])}`), ...known.map(parts));
 }

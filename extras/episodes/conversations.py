@@ -90,7 +90,7 @@ class DecodeLoop:
     """
 
     generate: Callable
-    draws: np.ndarray | None  # see `plumbing.rollout.batch.Sampler.sample`
+    draws: np.ndarray  # see `plumbing.rollout.sampler.Sampler.sample`
     stop_strings: Callable | None
     at_once: int  # most conversations under way
     left: int  # conversations that have not ended
@@ -111,7 +111,7 @@ class DecodeLoop:
     ) -> tuple | None:
         """Return a turn, once all conversations under way wait for theirs; None if interrupted."""
         # The last numbers of the response are left. They take the place of the seed.
-        uniforms = None if self.draws is None else torch.from_numpy(self.draws[place, -length:])
+        uniforms = torch.from_numpy(self.draws[place, -length:])
         turn: asyncio.Future = asyncio.Future()
         self.asked[place] = query, uniforms, length, turn
         self._sample_if_all_wait()
@@ -122,7 +122,7 @@ class DecodeLoop:
             return
         asked = [self.asked.pop(place) for place in sorted(self.asked)]
         queries, uniforms, lengths, turns = zip(*asked)
-        uniforms = None if self.draws is None else pad_sequence(uniforms, batch_first=True)
+        uniforms = pad_sequence(uniforms, batch_first=True)
         sampled = self.generate(queries, uniforms, lengths, self.stop_strings)
         found = {i: turn for i, *turn in sampled}
         for i, turn in enumerate(turns):
@@ -169,7 +169,7 @@ class Conversations:
         self,
         rows: list[Row],
         seeds: list[int],
-        draws: np.ndarray | None,
+        draws: np.ndarray,
         interrupted: Callable,
         end: Callable,
         engine=None,
@@ -179,7 +179,7 @@ class Conversations:
 
         Args:
             seeds: of the random numbers of tools and environments, one per row.
-            draws: see `plumbing.rollout.batch.Sampler.sample`.
+            draws: see `plumbing.rollout.sampler.Sampler.sample`.
             end: called with the place of a row and its Conversation once that has ended: for all
                 rows, unless this is interrupted or the engine fails.
             engine: see plumbing/rollout/engines.py; without one, `generate`, the scripts' decode
@@ -194,7 +194,7 @@ class Conversations:
                 query: list[int], length: int, args, repetition: int = 0
             ) -> tuple | None:
                 seed = None
-                if draws is not None:  # whatever the order of parallel requests
+                if draws[place, 0] >= 0:  # whatever the order of parallel requests
                     seed = int(generator(draws[place, 0], repetition, query).integers(2**62))
                 return await engine.sample(
                     place, query, seed, length, self.stop_ids, args, interrupted

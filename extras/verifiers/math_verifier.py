@@ -7,7 +7,6 @@ last forever: the caller kills the process of a check after LIMIT seconds.
 """
 
 import re
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 from plumbing.rewards.answers import final_text, gold_answer, last_boxes, plain_number
@@ -34,7 +33,7 @@ def math(response: str, answer: Any) -> float:
 
 def reference_text(answer: Any) -> str:
     """Return what a response has to repeat of a reference; raise ValueError if that is nothing."""
-    reference = stated_answer("####" + gold_answer(answer))  # what follows this sign is one
+    reference = stated_answer("answer:" + gold_answer(answer))
     if not re.search(r"\w", reference) or len(reference) > LONGEST:
         raise ValueError(f"{answer!r:.60} is not an answer that a response can repeat")
     return reference
@@ -43,22 +42,26 @@ def reference_text(answer: Any) -> str:
 # ---- where the answer stands ---------------------------------------------------------------------
 
 
-# "answer" up to the next "is" or ":", or a line end or formula behind it; then markup.
+# "answer" up to the next "is" or ":", or a line end or formula behind it; or "####" if its line is
+# the last or a number, as others are headings. Then markup.
 ANNOUNCED = re.compile(
     r"(?:(?i:answer|réponse|respuesta|antwort|risposta|resposta|ответ)"
     r"(?:[^.\n:]{0,80}?(?::|=|\b(?:is|are|(?:should|must|would|will) be|est|es|ist|é|è)\b)|\W{0,9}?(?=\n|\\\[|\\\(|\$))"
-    r"|(?:答案|答え|正解|정답)\W?[是为はは은]?|####)(?:[\s*_`#>:：]{0,9}\n\s*[-•*]\s)?[\s*_`#>:：]*"
+    r"|(?:答案|答え|正解|정답)\W?[是为はは은]?|####(?=[^\n]{0,500}\s*$|\W{0,9}\d\S{0,99}\n))(?:[\s*_`#>:：]{0,9}\n\s*[-•*]\s)?[\s*_`#>:：]*"
 )
-SENTENCE = re.compile(r"(?s)(?:\\\[.{0,500}?\\\]|\$\$.{0,500}?\$\$|[^\n.。]|\.(?![\s*]|$))+")
-# Bold, a formula or a number.
+SENTENCE = re.compile(
+    r"(?s)(?:\\\[.{0,500}?\\\]|\$\$.{0,500}?\$\$|\\begin.{0,500}?\\end|[^\n.。।]|\.(?![\s*]|$))+"
+)
+# Bold, a formula or a number such as 2 1/4.
 PIECE = re.compile(
-    r"(?s)(?:\*\*|`|\$).{1,200}?(?:\*\*|`|\$)|\\\(.{1,200}?\\\)|\\\[.{1,200}?\\\]|-?\d[\d.,/]*%?"
+    r"(?s)(\*\*|`|\$).{1,200}?\1|\\[(\[].{1,200}?\\[)\]]|[^\s=\\]{0,9}[=\\]\S*|-?\d(?:[\d.,/:]| (?=\d+/\d|\d{3}\b))*%?"
 )
 
 
 def stated_answer(text: str) -> str:
     """Return the boxes of the last sentence with one, else the sentence after the last announcement,
-    else the last sentence with a formula, or, if that has further words, its last formula.
+    else the last sentence with a formula, or, if that has further words, the end of it from its
+    last formula on, or, if that has further words too, this formula.
     """
     boxes = last_boxes(text)
     if boxes is not None:
@@ -67,9 +70,14 @@ def stated_answer(text: str) -> str:
     sentences = SENTENCE.findall(rest) or [""]
     if before:
         return sentences[0]
-    sentence = ([x for x in sentences if re.search(r"[\d\\$=*`_]", x)] or sentences)[-1]
-    pieces = PIECE.findall(sentence)
-    return pieces[-1] if pieces and read_answer(sentence).words else sentence
+    parts = sentences[-1:]
+    for sentence in sentences:
+        for piece in PIECE.finditer(sentence):
+            parts = [sentence, sentence[piece.start() :], piece[0]]
+    for part in parts:
+        if not read_answer(part).words:
+            break
+    return part
 
 
 # ---- the text of an answer -----------------------------------------------------------------------
@@ -96,7 +104,6 @@ SPELLINGS = r"""
 \\rbrace\b                                     →\\}
 \\langle\b                                     →(
 \\rangle\b                                     →)
-\\equiv\b|≡                                    →=
 \{([:,])\}                                     →\1
 (?<!\\)\$|(?<!\\)\\[()\[\]]|\\!\s*|`           →
 \\(?:displaystyle|normalsize|[lL]arge|LARGE|[hH]uge|bf|it|rm|bm|boldsymbol|underline)(?![A-Za-z]) →␣
@@ -123,7 +130,7 @@ SPELLINGS = r"""
 (?<=[\d}])␣?quarters?\b                        →/4␣
 (?<=[\d})%])␣of␣(?:the|an?|all|his|her|its|their)\b[^\d\\]*$ →
 \bRs\b\.?                                      →₹
-^␣?(-?)␣?(\\\$|[€£¥₹])␣?(.*?)(␣per␣.*)?$       →\1\3␣\2\4
+(^␣?|[a-z:：]␣)(-?)␣?(\\\$|[€£¥₹])␣?(.*?)(␣per␣.*)?$ →\1\2\4␣\3\5
 \\\$                                           →$
 (?<![a-z])mph\b                                →mi/h
 (?<![a-z])km?ph\b                              →km/h
@@ -135,29 +142,34 @@ SPELLINGS = r"""
 (?<=\d)␣(?=(?:\d{3}␣)*\d{3}(?!\d))             →
 (?<![\w.}])(\d+)␣(\d+)/(\d+)(?!\w)             →\1\\frac{\2}{\3}
 \\?sqrt␣?(?:\(([^()]*)\)|(\d+))                →\\sqrt{\1\2}
+(?<=[A-Za-z\d)])\*\*(?=[\w({-])              →^
+\*\*|__                                        →␣
 \^?␣?\{?␣?(?:\\circ|\\?degrees?\b|°)␣?\}?␣?([CF]?)(?:elsius|ahrenheit)?(?![A-Za-z]) →␣deg\1␣
-\^␣?(?:\{1\}|1(?!\d))                          →
+(?<=[a-z])\^␣?(?:\{1\}|1(?!\d))                →
 \^(-?\d+)                                      →^{\1}
 \bC_\{?(\d+)\}?\^\{?(\d+)\}?|\{\}_\{?(\d+)\}?␣?C_\{?(\d+)\}? →\\binom{\1\3}{\2\4}
 \\(max|min|gcd|lcm)\\\{(.*?)\\\}               →\\\1(\2)
-^(-?\d+),(\d\d)$                               →\1.\2
+^(-?\d+),(\d\d)(?=[^\d,]*$)                     →\1.\2
 (?<![\\A-Za-z])(pi|sin|cos|tan|log|ln)(?![A-Za-z]) →\\\1␣
 (?<=\d)␣?_␣?\{?␣?(\w+)(?:␣?\})?                →_\1
 ^\\\{␣*(\(.*\))␣*\\\}$                         →\1
 (?<=\d)␣(?:square|sq\.?)␣([a-z]+)|(?<=[a-z]{2})␣squared →␣\1^2
 (?<=\d)␣cubic␣([a-z]+)                         →␣\1^3
 \b(?:and|or)\b(?!.*(?:[<>]|\\[lg]))(?=.*\d)    →,
+␣(?:is|as)␣(?:the|our|my)␣(?:final␣)?answer\b    →
 ,?␣\(?(?:because|since|which|not)\b.*|[,(]␣?(?:as|by|attained|achieved)\b.* →
 ,?␣for␣(?:any|all|every|some)\b.*|(?<=[a-z}]),?␣where\b.* →
 (?i)\b(?:must|will|would|should|to)␣be\b|\bequals\b|\bis␣equal␣to\b →is
 (?i)^[^\d,;=\\]*?(?:\b(?:is|are|was|has|have|gives?|gets?)\b|[:：])[\s:]* →
 (?i)\b(?:the|an|a(?=␣\w\w)|of|it|so|we|there|any|all|each|at|exactly|approximately|find)\b[␣,]* →
 (?i)\b(?:total|result|answer|option|choice|left|old|long|thus|hence|therefore)\b[␣,]* →
-^[␣*_#]*(?:\\approx\b|[+=])?␣*|[␣*_.,;:\\。]+$   →
+^[␣*_#]*(?:\\approx\b|(?:is|are)\b|[+=])?␣*|[␣*_.,;:\\。]+$|(?<=[a-z]{3})!$ →
 """
 TIDY = [re.split(" *→", line) for line in SPELLINGS.replace("␣", " ").strip().splitlines()]
 CHOICE = re.compile(r"^\(?([A-Z])(?:\)|[.:]) +(?!\(?[A-Z]\b)(.+)")
-WORD = re.compile(r"(?<![\\A-Za-z_{])[^\W\d_]{4,}|\b(?:or|and)\b|\\[lc]?dots|(?<=\d)_\w+")
+WORD = re.compile(
+    r"(?<![\\A-Za-z_{])[^\W\d_]{4,}|(?:(?!\d)[\u0590-\u1fff\u3040-\ud7ff])+|\b(?:or|and)\b|\\[lc]?dots|(?<=\d)_\w+"
+)
 NAME = re.compile(r"(?>\([^()=]*\)|[^,;=<>])*+(?<![<>!])=(?![^{]*\})")
 
 UNITS = """
@@ -174,10 +186,10 @@ NAMES = {
     )
     for name, unit in re.findall(r"(\S+)=(\S+)", UNITS)
 }
-# A unit and its power, or a slash.
+# A unit with its power, or a slash.
 FACTOR = (
-    r"(?:(?<![A-Za-z\\])(mod\d+|[^\W\d_]{2,}+|(?<![\d}])[mghslLJNWVACKFTMΩB]|[a-z](?=/)|[$€£¥₹¢%'])"
-    r"(?:(?: ?\^ ?\{? ?)?(\d) ?\}?)?|(/)(?! ?\d))"
+    r"((?<![A-Za-z\\])(?:mod\d+|[^\W\d_]{2,}+|[\u3040-\ud7ff]|(?<![\d}])[mghslLJNWVACKFTMΩB]|[a-z](?=/)|[$€£¥₹¢%'])"
+    r"|/(?! ?\d))(?:(?: ?\^ ?\{? ?)?(\d) ?\}?)?"
 )
 UNIT = re.compile(rf"(?:\d|\\pi)[^=]*?(?<=[\w}})!%'$])((?:(?:[ -]|\\cdot)*+{FACTOR})++)[ .]*$")
 
@@ -197,9 +209,7 @@ def read_answer(stated: str) -> Answer:
     formula = CHOICE.sub(r"\2", text)
     unit = []
     if match := UNIT.search(formula):
-        factors = [
-            (unit_of(word or slash), power) for word, power, slash in re.findall(FACTOR, match[1])
-        ]
+        factors = [(unit_of(word), power) for word, power in re.findall(FACTOR, match[1])]
         if all(name for name, _ in factors[1:] or factors):  # the first may be an adjective
             unit = [factor for factor in factors if factor[0] not in ("", "1")]
             formula = formula[: match.start(1)]
@@ -268,10 +278,11 @@ def close(one: Any, other: Any) -> bool:
     """Return whether two numbers differ by less than 1e-5 of their size; True for what is not two
     real numbers.
     """
-    with suppress(Exception):
+    try:
         one, other = one.evalf(), other.evalf()
         return one.is_imaginary or bool(abs(one - other) <= 1e-5 * abs(other))
-    return True
+    except Exception:  # a relation, a set or text
+        return True
 
 
 VERIFIER = Verifier(math, "answer", "math_verify", limit=LIMIT, read=reference_text)

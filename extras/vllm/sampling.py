@@ -6,7 +6,6 @@ asks servers.
 
 import base64
 import contextlib
-import itertools
 from typing import Any, Callable, Coroutine, Iterable, Iterator
 
 import safetensors.torch
@@ -218,7 +217,7 @@ class VllmSampling(EventLoop):
     def generate(
         self,
         queries: list[list[int]],
-        seeds: list[int] | None,
+        seeds: list[int | None],
         stop_ids: list[int],
         args: Any,
         interrupted: Callable,
@@ -227,7 +226,7 @@ class VllmSampling(EventLoop):
         """Sample a response to each of this rank's queries.
 
         Args:
-            seeds: one per response; None for greedy responses. args: see `sampling_settings`.
+            seeds: one per response; None for a greedy one. args: see `sampling_settings`.
             end: called when a response has ended, with the place of its query, its token ids and, by
                 name, the values of its tokens. An interruption or a failure leaves responses out.
         """
@@ -238,7 +237,7 @@ class VllmSampling(EventLoop):
             if response is not None:
                 end(place, *response)
 
-        calls = map(respond, range(len(queries)), queries, seeds or itertools.repeat(None))
+        calls = map(respond, range(len(queries)), queries, seeds)
         self.run_all(calls, interrupted)
 
     async def sample(

@@ -39,6 +39,16 @@ VERSION = 2
 AT, LINE = "place", "line of JSON"
 
 
+def is_scored_by(row: Row, name: str) -> bool:
+    """Return whether a source scores a row: all of them do, unless the row names its sources, as
+    open-instruct's.
+
+    `name` may also be that of a further number, "SOURCE/NUMBER".
+    """
+    named = row.get("sources")
+    return named is None or name in named or name.rpartition("/")[0] in named
+
+
 def split_of(name: str, default: str = "train") -> tuple[str, str]:
     """Return the name of a data set and its split: "openai/gsm8k@test" -> ("openai/gsm8k", "test").
 

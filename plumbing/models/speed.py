@@ -86,10 +86,14 @@ class Decoding:
 
         return call
 
-    def ended(self, query: list[int], response: list[int]) -> None:
-        """Count the tokens of the cache that the forward passes of a response have read."""
-        passes = len(response) - 1
-        self.cached += passes * len(query) + passes * (passes + 1) // 2
+    def count_cached(self, lengths: list[tuple[int, int]]) -> None:
+        """Count the tokens of the cache that the forward passes of some responses have read.
+
+        `lengths`: tokens of query and response, of each.
+        """
+        for query, response in lengths:
+            passes = response - 1
+            self.cached += passes * query + passes * (passes + 1) // 2
 
     def metrics(self) -> dict[str, float]:
         """Return the ms per token since the last call, and their lower bound; {} if there were no

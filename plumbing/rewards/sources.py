@@ -14,13 +14,14 @@ import math
 import os
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from types import SimpleNamespace
 from typing import Any
 
 from plumbing.data.formats import is_filled
-from plumbing.data.rows import Row
+from plumbing.data.rows import Row, is_scored_by
 from plumbing.processes import (
     SECONDS_TO_LOAD,
     Ended,
@@ -114,16 +115,6 @@ def check_name(name: str) -> None:
             missing = sandbox.open_limits()
         if missing:
             warn(f"--reward code: {missing}")
-
-
-def is_scored_by(row: Row, name: str) -> bool:
-    """Return whether a source scores a row: all of them do, unless the row names its sources, as
-    open-instruct's.
-
-    `name` may also be that of a further number, "SOURCE/NUMBER".
-    """
-    named = row.get("sources")
-    return named is None or name in named or name.rpartition("/")[0] in named
 
 
 def why_unscorable(where: str, row: Row, args) -> str:
@@ -252,10 +243,7 @@ class Scoring:
         self.interrupted = interrupted
         self.samples: dict[int, Any] = {}  # by their places
         self.lock = threading.Lock()  # of what two threads change
-        self.waiting: dict[str, list] = {name: [] for name in reward_sources.sources}
-        self.begun = dict.fromkeys(
-            reward_sources.sources, 0
-        )  # calls that have taken no samples yet
+        self.waiting: dict[str, list] = defaultdict(list)
         self.jobs: list[Future] = []
 
     def add(self, place: int, sample) -> None:
@@ -265,22 +253,20 @@ class Scoring:
         self.samples[place] = sample
         sample.step = self.reward_sources.state.get("step")
         sources = self.reward_sources.sources
-        scored_by = [name for name in sources if is_scored_by(sample.row, name)]
+        named = sample.row.get("sources")  # None: all of them score it, see `is_scored_by`
+        scored_by = [name for name in sources if named is None or name in named]
         sample.scores = dict.fromkeys(sources, 0.0) | dict.fromkeys(scored_by, math.nan)
         for name in scored_by:
             if not sources[name].whole and name not in self.reward_sources.models:
                 self._start(name, [sample])
 
     def _start(self, name: str, samples: list) -> None:
-        """Have a source score a sample, or all of a source that is `whole`. A further call begins only
-        if those that have begun cannot take all that wait: each wakes the event loop.
-        """
-        most = self.reward_sources.sources[name].most
+        """Have a source score a sample, or all of a source that is `whole`."""
         with self.lock:
-            self.waiting[name] += samples
-            if len(self.waiting[name]) > self.begun[name] * most:
-                self.begun[name] += 1
+            # Else a call that has begun takes it, too: a further one would wake the event loop.
+            if len(self.waiting[name]) % self.reward_sources.sources[name].most == 0:
                 self.jobs.append(self.reward_sources.loop.start(self._score(name)))
+            self.waiting[name] += samples
 
     async def _score(self, name: str) -> None:
         """Have a source score the samples that wait for it, once it is free."""
@@ -288,7 +274,6 @@ class Scoring:
         await asyncio.sleep(0.002)  # what ends at the same time is scored together
         async with source.at_once:
             with self.lock:
-                self.begun[name] -= 1
                 taken = self.waiting[name][: source.most]
                 del self.waiting[name][: source.most]
             keep(name, taken, await source.score(taken))
@@ -307,11 +292,13 @@ class Scoring:
         # the other, with all models of a rollout.
         with self.reward_sources.lock:
             for name, source in self.reward_sources.sources.items():
-                scored = [sample for sample in samples if is_scored_by(sample.row, name)]
-                if name in self.reward_sources.models:
-                    keep(name, scored, source.score(scored))
-                elif source.whole:
-                    self._start(name, scored)
+                is_model = name in self.reward_sources.models
+                if is_model or source.whole:
+                    scored = [sample for sample in samples if is_scored_by(sample.row, name)]
+                    if is_model:
+                        keep(name, scored, source.score(scored))
+                    elif scored:
+                        self._start(name, scored)
         while (jobs := wait(self.jobs, timeout=0.1)).not_done and not self.interrupted():
             pass
         for job in jobs.not_done:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Callable, Sequence
 import torch
 
 from plumbing.data.rows import Row
-from plumbing.rollout.batch import Experience, Sampler
+from plumbing.rollout.sampler import Experience, Sampler
 from utils import Interrupted
 
 if TYPE_CHECKING:  # of a later folder

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from plumbing.data.rows import Row
-from plumbing.rollout.batch import Sampler
+from plumbing.rollout.sampler import Sampler
 from plumbing.run.metrics import batch_metrics, correct_responses, nanmean, sample_rows
 
 
@@ -27,7 +27,7 @@ def evaluate(sampler: Sampler, rows: list[Row]) -> tuple[dict[str, float], list[
             top_p=args.eval_top_p or args.top_p,
         )
     key = ("evaluation", args.seed)
-    greedy = sampler.rollout(rows, 0, key)
+    greedy = sampler.rollout(rows, 0, key, greedy=True)
     sampled = sampler.rollout(rows, args.eval_samples, key)
     metrics = {}
     if reward_sources.verifiers:

@@ -147,16 +147,15 @@ class RunLog:
         """Begin a phase, which the progress bar shows."""
         begin_phase(name, self.world)
         self.name = name
-        self.shown_at = time.monotonic()
+        self.next_show = time.monotonic() + self.show_every  # when `show` is due
         self.progress.set_description(name)
 
     def show(self, ended: int, total: int) -> None:
-        """Show how many responses of the phase have ended, every `show_every` seconds."""
-        if time.monotonic() > self.shown_at + self.show_every:
-            self.shown_at = time.monotonic()
-            self.progress.set_description(f"{self.name} {ended}/{total}")
-            if self.progress.disable:
-                say(f"{self.name}: {ended} of {total} responses have ended")
+        """Show how many responses of the phase have ended."""
+        self.next_show = time.monotonic() + self.show_every
+        self.progress.set_description(f"{self.name} {ended}/{total}")
+        if self.progress.disable:
+            say(f"{self.name}: {ended} of {total} responses have ended")
 
     def log(self, metrics: dict) -> None:
         """Log the metrics of a step, "step" among them: to metrics.jsonl, where null stands for what

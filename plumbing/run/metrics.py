@@ -3,14 +3,14 @@
 import functools
 import math
 from statistics import fmean
-from typing import Any, Callable, Iterator
+from typing import Any, Callable
 
 import torch
 from tokenizers.decoders import DecodeStream
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from plumbing.rewards.sources import RewardSources, is_scored_by
+from plumbing.rewards.sources import RewardSources
 from plumbing.rollout.batch import Batch
 from plumbing.run.log import USUAL
 from utils import Sums, warn
@@ -151,6 +151,12 @@ def sample_rows(batch: Batch, count: int, every: int = 1) -> list[dict]:
     scores and mean advantages.
     """
     advantages = batch.tokens.get("advantages")
+    mask = batch.response_mask
+    # (N,) each, NaN also where the source does not score the row
+    scores = {
+        name: x.masked_fill(~batch.scored_by(name), math.nan).tolist()
+        for name, x in batch.reward_components.items()
+    }
     rows = []
     for i in range(0, len(batch.samples), every)[:count]:
         sample = batch.samples[i]
@@ -160,10 +166,9 @@ def sample_rows(batch: Batch, count: int, every: int = 1) -> list[dict]:
             "response": sample.text,
             "answer": answer and str(answer)[:1000],  # the tests of a program may be long
         }
-        for name, scores in batch.reward_components.items():
-            row[name] = scores[i].item() if is_scored_by(sample.row, name) else math.nan
+        row |= {name: x[i] for name, x in scores.items()}
         if advantages is not None:
-            row["advantage"] = advantages[i][batch.response_mask[i]].mean().item()
+            row["advantage"] = advantages[i][mask[i]].mean().item()
         if sample.conversation is None:
             row["stop_reason"] = "stop" if sample.stopped else "length"
         else:
@@ -176,8 +181,8 @@ def sample_rows(batch: Batch, count: int, every: int = 1) -> list[dict]:
 
 def token_rows(
     batch: Batch, count: int, tokenizer: PreTrainedTokenizerBase, updated: dict[int, dict]
-) -> Iterator[dict]:
-    """Yield the tokens of the first `count` responses as rows of tokens.jsonl: "texts", "trains"
+) -> list[dict]:
+    """Return the tokens of the first `count` responses as rows of tokens.jsonl: "texts", "trains"
     (whether the step has updated weights by a token), and each of `Batch.tokens` and of `updated`
     by its name with four digits, None for an observation and for what is not finite.
 
@@ -187,6 +192,7 @@ def token_rows(
     # What has several numbers a token, such as a teacher's most likely ones, is not logged.
     tokens = {name: x[:count].cpu() for name, x in batch.tokens.items() if x.dim() == 2}
     sampled = tokens.pop("response_mask")
+    rows = []
     for i, sample in enumerate(batch.samples[:count]):
         length = len(sample.response)
         known = sampled[i, :length]
@@ -202,4 +208,5 @@ def token_rows(
         for name, of_token in of_sample.items():
             values = of_token[:length].double().masked_fill(~known, math.nan).tolist()
             row[name] = [float(f"{x:.4g}") if math.isfinite(x) else None for x in values]
-        yield row
+        rows.append(row)
+    return rows

@@ -3,6 +3,7 @@ training loop.
 """
 
 import math
+import time
 from typing import Any, Callable, Iterator, NoReturn
 
 from torch.distributed.tensor import DTensor
@@ -229,14 +230,14 @@ class Run:
 
     def show_ended(self, key: tuple, ended: int, total: int) -> None:
         """Show how many responses of a rollout have ended on this rank, if the run waits for this
-        rollout.
+        rollout, and if it is time to do so.
 
         Args:
-            key: of the rollout, see `plumbing.rollout.batch.Sampler.rollout`.
+            key: of the rollout, see `plumbing.rollout.sampler.Sampler.rollout`.
         """
         # A key is name, seed and, of a rollout, the step.
         steps = {"rollout": (self.state["step"] + 1,), "evaluation": ()}
-        if steps.get(self.clock.phase) == key[2:3]:
+        if steps.get(self.clock.phase) == key[2:3] and time.monotonic() > self.log.next_show:
             self.log.show(ended, total)
 
     def log_samples(self, batch: Batch) -> None:

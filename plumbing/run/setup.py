@@ -17,8 +17,8 @@ from plumbing.models.sharding import Sharding
 from plumbing.models.tokenizer import check_can_read, check_same_tokens, load_tokenizer_and_stop_ids
 from plumbing.rewards.sources import RewardSources, why_unscorable
 from plumbing.rollout import engines
-from plumbing.rollout.batch import Sampler
 from plumbing.rollout.rollouts import Rollouts
+from plumbing.rollout.sampler import Sampler
 from plumbing.run import evaluation
 from plumbing.run.run import Run
 

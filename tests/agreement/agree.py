@@ -40,7 +40,8 @@ import ppo
 import rloo
 import utils
 from plumbing.models import tokenizer
-from plumbing.rollout.batch import Batch, Experience, Sample
+from plumbing.rollout.batch import Batch, Sample
+from plumbing.rollout.sampler import Experience
 from plumbing.run import setup
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
