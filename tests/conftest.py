@@ -59,9 +59,9 @@ def long(request) -> bool:
 
 # Files that take half a minute or so, the slowest first.
 SLOWEST = (
-    "vllm recipes vllm_server invariance shard run kills golden scripts pretend_device code signals "
-    "conversations failing_ranks tool_processes evaluate rewards rewards_fail drift families ranks "
-    "random_runs lora ppo distill policy"
+    "vllm recipes vllm_server invariance shard run kills resume golden scripts code signals conversations "
+    "agents cluster failing_ranks pretend_device memory tool_processes evaluate compile rewards "
+    "rewards_fail drift families ranks random_runs lora ppo distill data policy"
 ).split()
 
 

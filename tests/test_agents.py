@@ -61,9 +61,10 @@ def play(base_url, code, tools=()):
 class Engine:
     """Says what comes next of some texts; all requests are kept in `asked`."""
 
-    def __init__(self, tokenizer, *texts: str):
+    def __init__(self, tokenizer, texts: tuple, seconds: float):
         self.tokenizer = tokenizer
         self.texts = texts
+        self.seconds = seconds  # of a response
         self.asked = []
 
     async def sample(self, place, query, seed, length, stop_ids, args, interrupted):
@@ -71,7 +72,7 @@ class Engine:
         ids = [*self.tokenizer.encode(text), stop_ids[0]][:length]
         sampling = dict(temperature=args.temperature, stops=args.turn_stop)
         self.asked.append(dict(query=query, seed=seed, length=length, ids=ids, **sampling))
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(self.seconds)
         return ids, {"rollout_logprobs": [-0.5] * len(ids), "further": list(map(float, ids))}
 
     def run_all(self, calls, interrupted) -> None:
@@ -88,7 +89,9 @@ def play(tokenizer_of, tmp_path_factory):
     tokenizer = tokenizer_of(QWEN25)
     made = {}
 
-    def play(*codes, says=("ok",), script=grpo, **flags) -> tuple[list[Conversation], Engine]:
+    def play(
+        *codes, says=("ok",), script=grpo, seconds=0.2, **flags
+    ) -> tuple[list[Conversation], Engine]:
         key = str(flags)
         if key not in made:
             args = script.Args(**{"agent": f"{path}:play", "reward": ("episode",)} | flags)
@@ -96,7 +99,7 @@ def play(tokenizer_of, tmp_path_factory):
                 patch.setattr(agents, "positions_of", lambda _: 1000)
                 stop = tokenizer.convert_tokens_to_ids("<|im_end|>")
                 made[key] = Agents(args, tokenizer, [stop])
-        engine = Engine(tokenizer, *says)
+        engine = Engine(tokenizer, says, seconds)
         rows = [
             {
                 "query": [5],
@@ -362,7 +365,7 @@ def test_reported_requests(play, tmp_path, monkeypatch):
     """What changes nothing is read; what would, and cannot, is named."""
     monkeypatch.chdir(tmp_path)  # where the agent writes its answers
     agent = f"{ROOT}/tests/data/reported/26_agent_requests.py:play"
-    [one], _ = play("", agent=agent, max_turns=99)
+    [one], _ = play("", seconds=0.0, agent=agent, max_turns=99)
     assert not one.error
     answers = json.loads((tmp_path / "agent.log").read_text())
     refused = {name: text for name, (status, text) in answers.items() if status != 200}
@@ -459,13 +462,15 @@ def test_a_server_of_openenv(play, monkeypatch):
     assert "Invalid" in engine.tokenizer.decode(engine.asked[2]["query"])
 
 
-BAD = {
-    "raises": ("ask(user('x')); 1 / 0", "play: ZeroDivisionError .*: division by zero"),
+HANGING = {
     "hangs": ("ask(user('x')); time.sleep(60)", "play: TimeoutError .*: no answer in time"),
     "is deaf": (
         "signal.signal(signal.SIGALRM, signal.SIG_IGN); time.sleep(60)",
         "play gave no answer within 8 s",
     ),
+}
+BAD = {
+    "raises": ("ask(user('x')); 1 / 0", "play: ZeroDivisionError .*: division by zero"),
     "ends": ("ask(user('x')); os._exit(0)", "play: the process of the call has ended, .*"),
     "asks nothing": ("pass", "play asked for nothing that trains"),
     "asks coldly": ("ask(user('x'), temperature=0)", "play asked for nothing that trains"),
@@ -498,13 +503,13 @@ BAD = {
 
 def test_bad_agents_fail_alone(play, caplog):
     """And good ones beside them are answered. What is no HTTP is a line of the log."""
-    codes = [code for code, _ in BAD.values()]
-    ended, _ = play(*codes, "ask(user('x'))", agent_timeout=8.0)
-    *bad, good = ended
-    for (name, (_, error)), x in zip(BAD.items(), bad, strict=True):
-        assert x.stop_reason == "error" and np.isnan(x.reward), name
-        assert re.fullmatch(error, x.error), (name, x.error)
-    assert (good.stop_reason, good.reward) == ("done", 1.0)
+    for kinds, seconds in ((HANGING, 8.0), (BAD, 100.0)):
+        codes = [code for code, _ in kinds.values()]
+        (*bad, good), _ = play(*codes, "ask(user('x'))", agent_timeout=seconds)
+        for (name, (_, error)), x in zip(kinds.items(), bad, strict=True):
+            assert x.stop_reason == "error" and np.isnan(x.reward), name
+            assert re.fullmatch(error, x.error), (name, x.error)
+        assert (good.stop_reason, good.reward) == ("done", 1.0)
     assert re.search("Invalid header token: +b'Host x'", caplog.text)
     assert "Traceback" not in caplog.text
 

@@ -109,19 +109,7 @@ def test_commands(refused, command, monkeypatch):
     assert line.startswith(COMMANDS[command]), line
 
 
-# (script, row 3 of its data set, further flags); more are in test_data.py and test_reward_model.py
-BAD_ROWS = [
-    ("grpo", {"prompt": " \n"}, ""),
-    ("grpo", {"prompt": 12}, ""),
-    ("grpo", {"prompt": "1+1=", "answer": float("nan")}, ""),
-    ("grpo", {"prompt": [{"role": "user", "content": " "}]}, "--model chat"),
-    ("grpo", ["1+1=", "2"], ""),
-    ("reward_model", {"prompt": "1", "chosen": "2", "rejected": "3", "margin": True}, ""),
-    ("reward_model", {"src": "1", "response": ["2", "3"], "sort": [1, 2, 3]}, ""),
-]
-
-
-@pytest.mark.parametrize("script, row, flags", BAD_ROWS)
+@pytest.mark.parametrize("script, row, flags", helpers.table("rows.yaml")["bad"])
 def test_rows(refused, folder, script, row, flags):
     rows = list(FILES["pairs.jsonl" if script == "reward_model" else "data.jsonl"])
     write_rows(

@@ -41,7 +41,7 @@ def test_processes(monkeypatch, tmp_path, capsys):
     begin = time.monotonic()
     long = {**flags, "output_dir": str(tmp_path / "long"), "total_episodes": 80_000}
     assert benchmark.compare({("case", "grpo.py"): long}, 9, 1 / 600) == ({}, [])
-    assert time.monotonic() - begin < 10 and "no number" in capsys.readouterr().out
+    assert time.monotonic() - begin < 100 and "no number" in capsys.readouterr().out
 
 
 def test_what_the_decode_loop_reads(tmp_path):

@@ -607,7 +607,7 @@ def test_two_that_read_at_once(tokenizers, tmp_path, ranks):
     def check_slowly(at, row, args) -> str:
         with mapped.open("a") as names:
             names.write(at[-1])
-        time.sleep(1)
+        time.sleep(1.0 if ranks else 0.2)
         return ""
 
     def read(rank: int) -> None:
@@ -617,7 +617,7 @@ def test_two_that_read_at_once(tokenizers, tmp_path, ranks):
             # A group that a test before has left, in the process that forked this one.
             dist.distributed_c10d._update_default_pg(None)
             dist.init_process_group("gloo", f"file://{tmp_path}/store", world_size=2, rank=rank)
-            dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=2))
+            dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=4))
         args = "train", tokenizers[False, None], args_of(), check_slowly
         (read, _) = data.load_prompts("--dataset", file, *args)[0]
         assert [row["columns"] for row in read] == rows

@@ -116,37 +116,8 @@ def test_an_error_in_either_thread_ends_the_run(asynchronous, monkeypatch, owner
         run_here(asynchronous)
 
 
-@pytest.mark.parametrize(
-    "installed, gpu, changes, expected",
-    [
-        (True, True, {}, "vllm"),
-        (False, True, {}, "hf"),
-        (True, False, {}, "hf"),
-        (True, True, {"temperature": 2.5}, "hf"),
-        (True, True, {"rollout_backend": "hf"}, "hf"),
-        (True, False, {"rollout_backend": "vllm"}, "vllm"),
-        (False, True, {"rollout_backend": "vllm"}, "--rollout_backend vllm: vLLM is not installed"),
-        (
-            True,
-            True,
-            {"rollout_backend": "server", "precision": "float64"},
-            "does not compute with --precision float64",
-        ),
-        (
-            True,
-            True,
-            {"rollout_backend": "hf", "async_steps": 1},
-            "--async_steps 1: requires --rollout_backend vllm or",
-        ),
-        (
-            True,
-            True,
-            {"outputs": ("logprobs", "mine")},
-            "--rollout_backend vllm: vLLM does not return mine",
-        ),
-    ],
-)
-def test_which_engine_samples(installed, gpu, changes, expected, monkeypatch, capsys):
+@pytest.mark.parametrize("installed, gpu, flags, outputs, expected", helpers.table("engines.yaml"))
+def test_which_engine_samples(installed, gpu, flags, outputs, expected, monkeypatch, capsys):
     """auto is vLLM on a GPU where it is installed and can do what the flags ask."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: installed or None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
@@ -154,9 +125,8 @@ def test_which_engine_samples(installed, gpu, changes, expected, monkeypatch, ca
         "extras.vllm.engine.Engine", lambda *_: types.SimpleNamespace(about="the engine")
     )
     monkeypatch.setattr(engines, "check_decodes", lambda *_: None)
-    outputs = changes.get("outputs", ())
     world = utils.World(0, 1, torch.device("cpu"))
-    args = grpo.Args(**{name: value for name, value in changes.items() if name != "outputs"})
+    args = grpo.Args(**flags)
     choose = lambda: engines.rollout_engine(
         args, None, world, loading.precision("float32", world.device), outputs
     )
@@ -217,7 +187,7 @@ def test_when_rollouts_begin_and_weights_arrive(async_steps):
         left_by[step] = state.get("left_by")
         begun.release()
         if step > 1:
-            released.wait(30)
+            assert released.wait(30)
         state = {"position": state["position"] + 5, "left_by": step}
         return types.SimpleNamespace(unscored="", state=state)
 
@@ -233,9 +203,11 @@ def test_when_rollouts_begin_and_weights_arrive(async_steps):
     ahead = [(step, 10 + 5 * (step - 1)) for step in range(2, 2 + async_steps)]
     assert happened[:2] == ["sync 0", (1, 10)] and sorted(happened[2:]) == ahead
     assert len(set(groups.values())) == 1 + async_steps
-    threading.Timer(0.2, released.set).start()
+    if async_steps == 1:
+        threading.Timer(0.2, released.set).start()
     rollouts.sync()
     assert happened[-1] == "sync 1" and released.is_set() == (async_steps == 1)
+    released.set()
     for step in range(2, 6):
         rollouts.take(step)
     assert sorted(entry for entry in happened if isinstance(entry, tuple)) == [

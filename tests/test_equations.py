@@ -434,27 +434,6 @@ def test_gspo_ratio_is_one_number_a_sequence():
     ]
 
 
-def test_weights_of_responses_by_loops():
-    """The geometric mean of the ratios, and the mask of responses that were pushed down far."""
-    torch.manual_seed(4)
-    mask = mask_of([5, 2, 4, 1, 3, 5], 5)
-    mask[0, 2] = False  # an observation
-    sampled = -torch.rand(6, 5, dtype=torch.float64).masked_fill(~mask, NAN)
-    now = sampled + 0.3 * torch.randn(6, 5, dtype=torch.float64)
-    A = double([1.0], [-1.0], [-0.5], [-2.0], [0.0], [-1.0]).expand(6, 5)
-    kept, counting = [], []
-    for a, m, *pairs in zip(A[:, 0].tolist(), mask.tolist(), now.tolist(), sampled.tolist()):
-        drift = statistics.fmean(x - y for x, y, of_model in zip(*pairs, m) if of_model)
-        kept.append(1 / 1.1 <= math.exp(drift) <= 1.1)
-        counting.append(a >= 0 or -drift <= 0.05)
-    assert len({*kept}) == len({*counting}) == 2
-    weights = grpo.correction_weights(now, sampled, mask, "geometric", 1.1)
-    assert weights.tolist() == [[float(x)] * 5 for x in kept]
-    counts = grpo.off_policy_mask(now, sampled, A, mask, 0.05)
-    assert counts.tolist() == [[x] * 5 for x in counting]
-    assert grpo.off_policy_mask(now, sampled, A, mask, 0.0).all()
-
-
 # ---- scores --------------------------------------------------------------------------------------
 
 

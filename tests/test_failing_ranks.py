@@ -67,9 +67,9 @@ def test_errors_that_are_one_line(phase, monkeypatch, capsys):
 DEADLY = """
 import os, signal
 def score(prompts, responses, **columns):
-    marker = os.environ["MARKER"]
-    if os.environ["RANK"] == "1" and os.path.exists(marker):  # once
-        os.remove(marker)
+    metrics = os.environ["METRICS"]
+    steps = len(open(metrics).readlines()) if os.path.exists(metrics) else 0
+    if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and steps > 2:
         with open(f"/proc/{os.getppid()}/stat") as server:  # of which the trainer is the parent
             os.kill(int(server.read().rpartition(")")[2].split()[1]), signal.SIGKILL)
     return [float(len(response) % 3) for response in responses]
@@ -81,22 +81,16 @@ def test_torchrun_starts_again_and_resumes(base, tmp_path):
     goes on by itself.
     """
     (tmp_path / "deadly.py").write_text(DEADLY)
-    marker = tmp_path / "marker"
     log = tmp_path / "log"
     values = variant(base, tmp_path, total_episodes=48, save_every=0, resume=True)
     values["reward"] = f"{tmp_path / 'deadly.py'}:score"
-    metrics = helpers.folder_of(values) / "metrics.jsonl"
+    metrics = str(helpers.folder_of(values) / "metrics.jsonl")
     restarts = ("--max_restarts", "1")
     with forked_python.torchrun(
-        helpers.ROOT / "grpo.py", values, log, *restarts, MARKER=str(marker)
+        helpers.ROOT / "grpo.py", values, log, *restarts, METRICS=metrics
     ) as running:
-        while running.poll() is None and not (
-            metrics.exists() and len(metrics.read_text().splitlines()) > 2
-        ):
-            time.sleep(0.05)
-        marker.touch()
-        assert running.wait(120) == 0, log.read_text()[-3000:]
-    assert not marker.exists() and "goes on after step" in log.read_text()
+        assert running.wait(300) == 0, log.read_text()[-3000:]
+    assert "goes on after step" in log.read_text()
     assert [row["step"] for row in helpers.metrics_of(values)] == [1, 2, 3, 4, 5, 6]
 
 

@@ -26,49 +26,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 FOLDER = ROOT / "tests" / "golden"
 # a difference is relative to the old number, or to this where that is smaller
 TOLERANCE, LEAST = 1e-9, 1e-3
-COMMON = {
-    "model": str(ROOT / "assets/tiny"),
-    "run_name": "run",
-    "precision": "float64",
-    "eval_every": 2,
-    "save_every": 0,
-    "log_samples": 8,
-}
-SAMPLING = {
-    "dataset": "arithmetic",
-    "system_prompt": "",
-    "reward": ("gsm8k", "reward.py:score"),
-    "max_prompt_length": 16,
-    "max_response_length": 36,
-    "total_episodes": 96,
-    "rollout_batch_size": 8,
-    "learning_rate": 3e-4,
-    "kl_coef": 0.05,
-    "eval_prompts": 16,
-    "eval_samples": 2,
-    "mini_batch_size": 16,
-}
-GROUPS = {**SAMPLING, "group_size": 4, "num_epochs": 2}
-CASES = {
-    "grpo": {**GROUPS, "kl_target": 0.01, "kl_horizon": 50},  # so the weight of the KL moves
-    "rloo": GROUPS,
-    "ppo": {**SAMPLING, "rollout_batch_size": 32, "group_size": 1, "critic_learning_rate": 1e-3},
-    "distill": {
-        **{name: x for name, x in SAMPLING.items() if name not in ("kl_coef", "total_episodes")},
-        "passes": 0.0057,
-        "teacher": str(ROOT / "assets/guess"),
-        "divergence": "jsd",
-        "on_policy_share": 0.5,
-        "num_epochs": 2,
-        "rollout_batch_size": 32,
-    },
-    "reward_model": {
-        "dataset": "pairs.jsonl",
-        "max_length": 48,
-        "batch_size": 12,
-        "learning_rate": 1e-3,
-    },
-}
+RUNS = helpers.table("golden_runs.yaml")["runs"]
 
 
 def prepare(folder: Path) -> None:
@@ -98,7 +56,8 @@ def recording(script: str, folder: Path) -> dict:
     ]
     write_rows(folder / "pairs.jsonl", pairs)
     (folder / "reward.py").write_text(helpers.REWARD)
-    values = {**COMMON, **CASES[script], "output_dir": str(folder / "runs")}
+    values = RUNS[script] | {"output_dir": str(folder / "runs")}
+    values |= {flag: str(ROOT / values[flag]) for flag in ("model", "teacher") if flag in values}
     helpers.run(values, script=script, place=functools.partial(prepare, folder))
     norms = {}
     for path in sorted((folder_of(values) / "final").rglob("*.safetensors")):
@@ -133,7 +92,7 @@ def differences(old, new, where: str = "") -> list[str]:
     return [] if same else [f"{where}: {old!r} -> {new!r}"]
 
 
-@pytest.mark.parametrize("script", CASES)
+@pytest.mark.parametrize("script", RUNS)
 def test_as_recorded(script, tmp_path):
     """Held to AVX-512, AVX2 or SSE instructions, torch gave the same within 1e-12; 1e-9 leaves room
     for other CPUs.
@@ -147,7 +106,7 @@ def test_as_recorded(script, tmp_path):
 
 
 if __name__ == "__main__":
-    for script in sys.argv[1:] or CASES:
+    for script in sys.argv[1:] or RUNS:
         with tempfile.TemporaryDirectory() as folder:
             parts = recording(script, Path(folder)).items()
         lines = [

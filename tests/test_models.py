@@ -60,10 +60,11 @@ def test_a_hub_that_does_not_answer(monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     utils.go_offline_if_unreachable.cache_clear()
-    begin = time.monotonic()
+    pauses = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
     with pytest.raises(utils.UserError):
         read_tokenizer("--model", "no/such")
-    assert time.monotonic() - begin < 20
+    assert not pauses
     utils.go_offline_if_unreachable.cache_clear()
 
 

@@ -145,34 +145,27 @@ def test_collate_and_forward_tokens():
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
-@pytest.mark.parametrize("family", ["qwen2", "gemma2", "gpt_neox"])
-def test_chunks_change_neither_values_nor_gradients_and_bound_the_logits(
-    load, monkeypatch, family, recomputes
-):
-    model = load(family, F64)
+def test_chunks_bound_the_logits(load, monkeypatch, recomputes):
+    """That chunks change no number is in the test above, and of recomputed ones in
+    test_invariance.py.
+    """
     batch = random_batch()
-    policy = policy_of(model, 0.6, recomputes=recomputes)
+    policy = policy_of(load("gpt_neox", F64), recomputes=recomputes)
     tokens = int(batch.response_mask.sum())
-    rows, results = [], {}  # how many positions each call of the head computes
-    model.get_output_embeddings().register_forward_hook(
+    rows = []  # how many positions each call of the head computes
+    policy.model.get_output_embeddings().register_forward_hook(
         lambda _, x, __: rows.append(x[0].shape[:-1].numel())
     )
-    weights = torch.linspace(-1, 1, tokens, dtype=F64)
     for chunk in (1, 3, tokens, 1000):
         monkeypatch.setattr(grpo, "CHUNK_TOKENS", chunk)
         rows.clear()
         out = policy(*batch.collate(ALL), entropy=True)
         # prompts' logits are never computed
         assert max(rows) == min(chunk, tokens) and sum(rows) == tokens
-        ((out["logprobs"] * weights).sum() + (out["entropies"] * weights.square()).sum()).backward()
+        sum(out.values()).sum().backward()
         # in the backward pass, too, which computes them anew if they are not kept for it
         assert max(rows) <= chunk
         assert sum(rows) == tokens * (2 if recomputes and chunk < tokens else 1)
-        results[chunk] = torch.cat(list(out.values())).detach(), gradient_of(policy)
-    for chunk in (1, 3, 1000):
-        # the head comes after all norms
-        assert relative(results[chunk][0], results[tokens][0]) < 1e-10
-        assert relative(results[chunk][1], results[tokens][1]) < EXACT.get(family, 1e-6)
 
 
 @pytest.mark.parametrize("recomputes", [False, True])

@@ -37,6 +37,7 @@ from ppo import (
 NAN = math.nan
 INF = math.inf
 F64 = torch.float64
+STEPS, GROUPS = helpers.table("ppo_steps.yaml").values()
 
 
 # ---- rewards, advantages, values -----------------------------------------------------------------
@@ -111,20 +112,6 @@ def odds_by_hand(scores: list[float], kind: str) -> list[float]:
     if sum(odds) == 0:
         odds = [float(i in scored or not scored) for i in range(len(scores))]
     return [x / sum(odds) for x in odds]
-
-
-GROUPS = [
-    [1.0, 3.0, -2.0, 0.5],
-    [2.0, 2.0, -1.0, 0.0],
-    [0.0, 5.0, -7.0, -7.0],
-    [0.0] * 4,
-    [-1.0] * 4,
-    [NAN, 1.0, 0.0, INF],
-    [NAN, 0.0, 0.0, NAN],
-    [NAN] * 4,
-    [NAN, -3.0, NAN, -INF],
-    [NAN, -3.0, -1.0, NAN],
-]
 
 
 @pytest.mark.parametrize("kind", ["pow", "max_min", "max_random"])
@@ -216,27 +203,6 @@ def batches(monkeypatch) -> list:
     rollout = Sampler.rollout
     monkeypatch.setattr(Sampler, "rollout", lambda *args: seen.append(rollout(*args)) or seen[-1])
     return seen
-
-
-STEPS = {
-    "plain": dict(whiten_advantages=False, kl_estimator="k2"),
-    "discounted": dict(gamma=0.9, gae_lambda=0.8, kl_estimator="abs"),
-    "KL in the loss": dict(kl_in="loss", kl_estimator="k3", loss_aggregation="sequence"),
-    "pf_ppo": dict(pf_ppo="max_random", kl_estimator="k1"),
-    "pf_ppo of a group without scores": dict(
-        pf_ppo="max_random", kl_estimator="k1", reward="group.py"
-    ),
-    "pf_ppo of the step": dict(pf_ppo="pow", kl_estimator="k1", group_size=1, rollout_batch_size=8),
-    "decoupled": dict(critic_gae_lambda=1.0, kl_estimator="k2", gamma=0.9),
-    "updates": dict(
-        mini_batch_size=4,
-        num_epochs=2,
-        learning_rate=1e-13,
-        critic_learning_rate=1e-13,
-        kl_estimator="k1",
-        loss_aggregation="step_token",
-    ),
-}
 
 
 @pytest.mark.parametrize("changes", STEPS.values(), ids=STEPS)

@@ -28,27 +28,20 @@ GAME = dict(environment=helpers.GAME, reward="episode")
 MISSING = "uniforms = uniforms.to(device)"
 
 
-def train(name: str, folder: Path) -> list[dict]:
+def train(base: dict, name: str, run_name: str) -> list[dict]:
     """Return the metrics of a run; one that resumes stops after half of its steps before that."""
-    folder.mkdir()
     script, flags = RUNS[name]
-    values = exact_runs(folder)[script]
-    values |= (
-        {flag: SMALL.get(flag, value) for flag, value in values.items()}
-        | {"run_name": "run"}
-        | flags
-    )
+    values = {flag: SMALL.get(flag, value) for flag, value in base[script].items()}
+    values |= flags | {"run_name": run_name}
     if "conversations" in name:
         values |= GAME
     if "ptx_coef" in flags:
         values["ptx_dataset"] = values["dataset"]
-    if values.pop("resume", False):
-        helpers.run_here(values, script)
-        length = "passes" if script == "distill" else "total_episodes"
-        values |= {length: 2 * values[length], "resume": True}
+    if "resume" in flags:
+        half = dict(passes=values["passes"] / 2) if script == "distill" else dict(total_episodes=8)
+        helpers.run_here(values | half | {"resume": False}, script)
     helpers.run_here(values, script)
-    # names of rewards are paths
-    return json.loads(json.dumps(helpers.metrics_of(values)).replace(str(folder), ""))
+    return helpers.metrics_of(values)
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +90,8 @@ def main(folder: Path) -> None:
     # before the first backward pass, which makes a queue for each device
     import pretend_device as device
 
-    results = {name: [train(name, folder / f"{name} cpu")] for name in RUNS}
+    base = exact_runs(folder)
+    results = {name: [train(base, name, f"{name} cpu")] for name in RUNS}
     begin = utils.Clock.begin_phase
     waits = []
 
@@ -113,13 +107,13 @@ def main(folder: Path) -> None:
     with device.Functions(), device.Operations():
         for name in RUNS:
             waits.clear()
-            results[name] += [train(name, folder / name), waits[0]]
+            results[name] += [train(base, name, name), waits[0]]
         source = Path(grpo.__file__).read_text()
         assert MISSING in source
         code = source.replace(MISSING, MISSING.replace(".to(device)", ""))
         exec(compile(code, grpo.__file__, "exec"), vars(grpo))
         try:
-            train("grpo", folder / "fork")
+            train(base, "grpo", "fork")
         except RuntimeError as error:
             results["fork"] = str(error)
     (folder / "results.json").write_text(json.dumps(results))

@@ -260,40 +260,7 @@ def test_a_changed_weight_of_the_kl(tmp_path, script):
     assert [row["objective/kl_coef"] for row in rows] == pytest.approx(expected)
 
 
-# Four steps of eight responses each, in two updates each for the policy and four for the critic.
-SCHEDULES = {
-    "grpo": {"lr_schedule": "linear"},
-    "rloo": {"lr_schedule": "cosine"},
-    "ppo": {
-        "lr_schedule": "linear",
-        "critic_lr_schedule": "cosine",
-        "critic_num_epochs": 2,
-        "critic_warmup_steps": 1,
-        "kl_coef": 0.0,
-    },
-    "distill": {"lr_schedule": "linear", "on_policy_share": 0.0, "passes": 2.5},
-    "reward_model": {"lr_schedule": "cosine", "batch_size": 8, "passes": 2.5},
-}
-NOT_OF = {  # flags that a script lacks
-    "distill": "group_size total_episodes kl_coef non_stop_penalty",
-    "reward_model": "reward group_size total_episodes kl_coef non_stop_penalty rollout_batch_size mini_batch_size "
-    "num_epochs max_response_length eval_samples",
-}
-OTHER_FLAGS = [
-    ("grpo", {"num_epochs": 2}),
-    ("grpo", {"num_epochs": 3, "lr_schedule": "cosine", "warmup_ratio": 0.6}),
-    ("grpo", {"total_episodes": 48, "min_learning_rate": 1e-3}),
-    ("rloo", {"mini_batch_size": 0}),
-    ("rloo", {"mini_batch_size": 3, "total_episodes": 24}),
-    ("ppo", {"critic_num_epochs": 1, "mini_batch_size": 8}),
-    ("ppo", {"critic_mini_batch_size": 2, "num_epochs": 2}),
-    ("ppo", {"critic_warmup_steps": 3}),
-    ("ppo", {"critic_warmup_steps": 0, "critic_warmup_ratio": 0.5}),
-    ("distill", {"mini_batch_size": 2, "num_epochs": 3}),
-    ("distill", {"passes": 3.1}),
-    ("reward_model", {"passes": 3.1, "warmup_ratio": 0.9}),
-    ("reward_model", {"batch_size": 6}),
-]
+SCHEDULES = helpers.table("schedules.yaml")
 
 
 @pytest.fixture(scope="module")
@@ -303,21 +270,18 @@ def scheduled(tmp_path_factory) -> dict[str, dict]:
     common = {**helpers.workspace(folder), "run_name": "run", "num_epochs": 1, "eval_every": 0}
     pairs = [{**row, "chosen": row["answer"], "rejected": "?"} for row in helpers.ROWS]
     runs = {}
-    for script, flags in SCHEDULES.items():
+    for script, flags in SCHEDULES["begin"].items():
         runs[script] = {**common, **flags, "output_dir": str(folder / script)}
-        for name in NOT_OF.get(script, "").split():
+        for name in SCHEDULES["lacks"].get(script, []):
             del runs[script][name]
-        if script in NOT_OF:
-            runs[script]["learning_rate"] = 1e-3
-    runs["distill"]["rollout_batch_size"] = 8
     runs["reward_model"]["dataset"] = helpers.write_rows(folder / "pairs.jsonl", pairs)
     for script, values in runs.items():
-        half = "passes" if script in NOT_OF else "total_episodes"
-        run_here({**values, half: {"passes": 1.3, "total_episodes": 16}[half]}, script)
+        half = {"passes": 1.3} if "passes" in values else {"total_episodes": 16}
+        run_here({**values, **half}, script)
     return runs
 
 
-@pytest.mark.parametrize("script, changed", OTHER_FLAGS)
+@pytest.mark.parametrize("script, changed", SCHEDULES["resumed"])
 def test_the_place_in_the_schedule(scheduled, tmp_path, monkeypatch, script, changed):
     """After a resume with other flags, each update has the learning rate of a run that has had them
     from the start.
@@ -504,7 +468,7 @@ def test_a_signal_while_a_run_starts(whole, tmp_path):
         assert running.process.is_alive(), running.err
         time.sleep(0.05)
     os.kill(running.process.pid, signal.SIGINT)
-    assert running.wait(20).code == 75
+    assert running.wait(100).code == 75
     assert (
         "SIGINT: the run exits before its first step" in running.err
         and "Traceback" not in running.err

@@ -63,7 +63,7 @@ def rows_of(texts: list, tokenizer) -> list[dict]:
 
 def load(name: str, policy, rows: list[dict]) -> RewardSources:
     args = types.SimpleNamespace(
-        reward=(name,), timeout=5.0, micro_batch_tokens=100, reward_workers=2
+        reward=(name,), timeout=60.0, micro_batch_tokens=100, reward_workers=2
     )
     reward_sources = RewardSources(args, policy, rows)
     reward_sources.load_models(args, models.precision("float64", CPU))

@@ -17,7 +17,7 @@ from pathlib import Path
 import evaluate
 import pytest
 from conftest import ROOT
-from helpers import end_processes, refused, scores_by
+from helpers import end_processes, refused, scores_by, table
 from test_data import prompts_of
 from tiny_models import CPU, make_tokenizer
 
@@ -39,7 +39,6 @@ from utils import UserError
 REPORTED = ROOT / "tests/data/reported"
 FUNCTIONS = """
 import asyncio, concurrent.futures, multiprocessing
-from utils import UserError, UserError
 calls = 0
 def good(prompts, responses, **columns):
     global calls
@@ -427,27 +426,10 @@ def test_scores_are_in_the_order_of_the_responses(make, monkeypatch):
 
 # ---- rows that name their sources ----------------------------------------------------------------
 
-MIX = ("gsm8k", "math", "runs/rm/final")
 
-
-@pytest.mark.parametrize(
-    "columns, expected, reward",
-    [
-        ({}, None, MIX),
-        ({"verifier": ["math", "runs/rm/final"]}, ["math", "runs/rm/final"], MIX),
-        ({"verifier": ""}, None, MIX),
-        ({"verifier": "code"}, UserError, MIX),
-        ({"dataset": "MATH", "ground_truth": "1"}, ["math"], MIX),  # open-instruct's rows
-        ({"dataset": ["gsm8k"], "ground_truth": ["1"]}, ["gsm8k"], MIX),
-        ({"dataset": "gsm8k", "ground_truth": "1"}, ["math"], ("ifeval", "math")),
-        ({"dataset": "gsm8k", "ground_truth": "1"}, None, ("math",)),  # no choice among one
-        # the row's origin, as others use the word
-        ({"dataset": "GSM8K", "answer": "1"}, None, MIX),
-        ({"dataset": "math", "verifier": "gsm8k", "ground_truth": "1"}, ["gsm8k"], MIX),
-    ],
-)
+@pytest.mark.parametrize("columns, expected, reward", table("rows.yaml")["sources"])
 def test_named_sources(columns, expected, reward):
-    with pytest.raises(UserError) if expected is UserError else contextlib.nullcontext():
+    with pytest.raises(UserError) if expected == "error" else contextlib.nullcontext():
         assert named_sources("rows.jsonl row 1", columns, reward) == expected
 
 

@@ -20,20 +20,7 @@ def score(prompts, responses, **columns):
     alike = [ord(prompt[0]) % 2 == 0 for prompt in prompts]
     return [0 if same else x and {"score": x / 7, "sum": x} or None for same, x in zip(alike, sums)]
 """
-# Flags by script, and a file of step 1, of grpo.py that of a refill.
-CASES = {
-    "grpo": ({"filter_groups": "refill", "length_penalty": 0.1}, "rollout_1_1_1.jsonl"),
-    "rloo": ({"advantage": "remax"}, "rollout_1_1.jsonl"),
-    "ppo": ({"reward_normalization": True}, "rollout_1_1.safetensors"),
-    "distill": ({"on_policy_share": 0.5, "rollout_batch_size": 6}, "rollout_1_1.safetensors"),
-}
-# Changed flags, and what the error names.
-REFUSED = [
-    ({"total_episodes": 24}, "/rollouts/rollout_1_3.safetensors"),
-    ({"group_size": 2, "rollout_batch_size": 4}, "/rollouts/rollout_1_1: is of other prompts; "),
-    ({"system_prompt": "Add."}, "/rollouts/rollout_1_1: is of other prompts; "),
-    ({"reward": "gsm8k"}, "--reward: no response of step 1 got a score from gsm8k"),
-]
+CASES, REFUSED = helpers.table("saved_rollouts.yaml").values()
 
 
 def flags(folder, script: str = "grpo", **changes) -> dict:

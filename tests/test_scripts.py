@@ -79,26 +79,7 @@ def base(tmp_path_factory) -> dict[str, dict]:
 
 # ---- signals and resuming ------------------------------------------------------------------------
 
-# As in test_run.py. (rloo: test_shard.py)
-STOPS = {
-    "ppo": [
-        ("critic's warm-up", "utils.Optimizer.step:2:SIGTERM", 1),
-        ("update", "utils.Optimizer.step:6:SIGTERM", 2),
-        ("log-probs", "ppo.forward_batch:2:SIGTERM", 3),
-        ("values", "ppo.forward_batch:3:SIGTERM", 4),
-    ],
-    "ppo killed": [
-        ("save", "checkpoints.save_checkpoint:1:SIGTERM", 2),
-        ("update", "utils.Optimizer.step:3:SIGKILL", 2),
-        # the critic, after the policy
-        ("save", "transformers.PreTrainedModel.save_pretrained:2:SIGKILL", 2),
-    ],
-    "reward_model": [
-        ("evaluation", "reward_model.score_pairs:2:SIGTERM", 2),
-        ("update", "utils.Optimizer.step:1:SIGTERM", 3),
-        ("last evaluation", "reward_model.score_pairs:1:SIGTERM", 4),
-    ],
-}
+STOPS = helpers.table("stops.yaml")["others"]
 MOVES = {  # metrics of the straight runs that differ from step to step, else equality says little
     "rloo": "lr objective/kl objective/kl_coef objective/scores loss/policy_avg",
     "ppo": "lr objective/kl objective/kl_coef val/values loss/value_avg critic_lr loss/ptx val/explained_variance",

@@ -31,9 +31,9 @@ def fastest(work: Callable, device: torch.device) -> float:
 def product_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Return the FLOP/s of a product of two matrices, with this process's threads.
 
-    They have 4096^2 numbers on a GPU and 1024^2 on a CPU, where this takes less than half a second.
+    They have 4096^2 numbers on a GPU and 512^2 on a CPU, where this takes less than half a second.
     """
-    size = 4096 if device.type == "cuda" else 1024
+    size = 4096 if device.type == "cuda" else 512
     # Random numbers, as a GPU needs less power for equal ones; from a generator of their own, so
     # that the run's random numbers stay the same.
     numbers = torch.Generator().manual_seed(0)

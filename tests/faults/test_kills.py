@@ -148,7 +148,7 @@ class Chain:
             assert ours == theirs[: len(ours)], (place, part)
             if part == "metrics" and ours:
                 self.step = max(self.step, ours[-1]["step"] if self.values["save_every"] else 0)
-        end = time.monotonic() + 10
+        end = time.monotonic() + 60
         while (
             left := [x for each in running for x in processes_of(each)]
         ) and time.monotonic() < end:

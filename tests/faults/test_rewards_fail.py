@@ -106,12 +106,12 @@ def test_nobody_waits_for_an_answer_once_the_run_is_interrupted(worker):
     reward_sources, path = worker
     source = reward_sources.sources[f"{path}:sleeps"]
     begin = time.monotonic()
-    source.timeout = 20.0
+    source.timeout = 300.0
     scoring = Scoring(reward_sources, lambda: time.monotonic() > begin + 0.2)
     sample = types.SimpleNamespace(row={**ROW, "sources": [source.name]}, text="1", response=[1])
     scoring.add(0, sample)
     assert scoring.finish() == [sample] and math.isnan(sample.scores[source.name])
-    assert time.monotonic() - begin < 15
+    assert time.monotonic() - begin < 100
     assert scores_of(reward_sources, f"{path}:good") == (ALL, "")
 
 

@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import faulthandler
 import functools
+import itertools
 import json
 import math
 import multiprocessing
@@ -485,9 +486,15 @@ def run(values: dict, code: int = 0, **options) -> Running:
     return done
 
 
+# Below the ports that the kernel gives to connections; those of two test processes are far apart.
+_ports = itertools.count(10_000 + os.getpid() * 997 % 20_000)
+
+
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
+    """Return a port where nothing listens; each call returns another one."""
+    for port in _ports:
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def start_ranks(

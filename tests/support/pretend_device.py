@@ -13,7 +13,6 @@ import contextlib
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 _setup_privateuseone_for_python_backend("pretend")
@@ -60,6 +59,15 @@ def is_pretend(x) -> bool:
     return isinstance(x, Pretend)
 
 
+def map_tensors(function, x):
+    """Call a function with each tensor of nested lists and tuples; return them with its results."""
+    if isinstance(x, torch.Tensor):
+        return function(x)
+    if isinstance(x, (list, tuple)):
+        return type(x)([map_tensors(function, item) for item in x])
+    return x
+
+
 def compute(operation, args: tuple, kwargs: dict):
     """Compute an operation on the CPU tensors that pretend ones hold; raise if it mixes devices."""
     if operation.overloadpacket is aten.to:  # inference mode leaves it whole
@@ -70,7 +78,8 @@ def compute(operation, args: tuple, kwargs: dict):
             "dtype": given.get(torch.dtype, args[0].dtype),
             "device": given.get(torch.device, args[0].device),
         }
-    tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]
+    tensors = []
+    map_tensors(tensors.append, [args, *kwargs.values()])
     pretend = [x for x in tensors if is_pretend(x)]
     plain = [x for x in tensors if not is_pretend(x) and x.dim() > 0]
     if pretend and plain and operation not in COPIES:
@@ -100,8 +109,9 @@ def compute(operation, args: tuple, kwargs: dict):
         kwargs = (
             {**kwargs, "device": torch.device("cpu"), "pin_memory": False} if to_pretend else kwargs
         )
-    raw_args, raw_kwargs = tree_map_only(Pretend, lambda x: x.raw, (args, kwargs))
-    result = operation(*raw_args, **raw_kwargs)
+    raw = lambda x: x.raw if is_pretend(x) else x
+    raw_kwargs = {name: map_tensors(raw, x) for name, x in kwargs.items()}
+    result = operation(*map_tensors(raw, args), **raw_kwargs)
     if operation is aten.copy_.default:
         return args[0]
     if not (to_pretend or pretend and target is None):
@@ -109,7 +119,7 @@ def compute(operation, args: tuple, kwargs: dict):
     # of operations in place
     same = {id(x.raw): x for x in pretend if operation is not aten.detach.default}
     wrap = lambda x: x if is_pretend(x) else same[id(x)] if id(x) in same else Pretend(x)
-    return tree_map_only(torch.Tensor, wrap, result)
+    return map_tensors(wrap, result)
 
 
 class Operations(TorchDispatchMode):

@@ -2,9 +2,12 @@
 character.
 """
 
+from pathlib import Path
+
 import pytest
 import torch
 import transformers
+import yaml
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
@@ -16,46 +19,9 @@ transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 
 CPU = torch.device("cpu")
-SMALL = dict(
-    vocab_size=32,
-    hidden_size=16,
-    intermediate_size=32,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    max_position_embeddings=128,
-    bos_token_id=None,
-    eos_token_id=1,
-    pad_token_id=0,
-)
-KV = dict(num_key_value_heads=1)
-FAMILIES = {  # each does something that the others do not
-    "qwen2": dict(SMALL, **KV, tie_word_embeddings=True),
-    "llama": dict(SMALL, **KV, tie_word_embeddings=False),
-    "gemma": dict(SMALL, **KV, head_dim=8),
-    "gemma2": dict(
-        SMALL,
-        **KV,
-        head_dim=8,
-        query_pre_attn_scalar=8,
-        sliding_window=4,
-        final_logit_softcapping=1.5,
-        attn_logit_softcapping=None,  # which float64 does not take; see test_models.py
-    ),
-    "gpt_neox": dict(SMALL, hidden_dropout=0.2, attention_dropout=0.2),
-    "gpt2": dict(
-        vocab_size=32,
-        n_embd=16,
-        n_layer=2,
-        n_head=2,
-        n_positions=128,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
-        resid_pdrop=0.2,
-        embd_pdrop=0.2,
-        attn_pdrop=0.2,
-    ),
-}
+TABLE = yaml.safe_load((Path(__file__).parents[1] / "data/tiny_models.yaml").read_text())
+SMALL = TABLE["shapes"]["small"]
+FAMILIES = TABLE["families"]
 
 
 def make_tokenizer(**options):
