@@ -137,7 +137,7 @@ class Args(
 
     loss: Literal[*VARIANTS] = "grpo"  # type: ignore[valid-type]
     """Variant: fixes the token loss, and sets what --loss_aggregation, --advantage_scale,
-    --clip_low and --clip_high leave open (VARIANTS). dppo is recommended with --async_steps."""
+    --clip_low and --clip_high leave open (VARIANTS). dppo is made for --async_steps."""
     loss_aggregation: (
         Literal["token", "step_token", "sequence", "sequence_sum", "constant"] | None
     ) = None
