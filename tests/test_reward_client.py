@@ -314,21 +314,3 @@ def test_the_judge_that_ranks_a_group(judged):
     assert reward_sources.whole and not reward_sources.verifiers
     assert scores == pytest.approx([0, 1, 0.5, math.nan, math.nan, 0, 1], nan_ok=True)
     assert "a\n\nAnswer 0: 1\n\nAnswer 1: 2\n\nAnswer 2: 3" in seen
-
-
-def test_the_judge_of_the_docs(judged, tmp_path):
-    """A response that gets no grade has no score; the others keep theirs."""
-    pages = (ROOT / "docs" / "data_and_rewards.md").read_text()
-    (tmp_path / "judge.py").write_text(
-        re.search(r"```python\n(# judge\.py.*?)```", pages, re.DOTALL)[1]
-    )
-    said = {
-        "good": "Fine.\nGrade: 9",
-        "bad": "Grade: 10? No.\nGrade: 0",
-        "odd": "Grade: 11",
-        "mute": "I cannot.",
-    }
-    says = lambda content: said.get(content.removeprefix("1+1=\n\nAnswer: "))
-    texts = [*said, "what the server fails at"]
-    _, scores = judged(f"{tmp_path}/judge.py:score", says, ["1+1="] * len(texts), texts)
-    assert scores[:2] == [0.9, 0.0] and all(map(math.isnan, scores[2:]))

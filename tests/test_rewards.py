@@ -300,11 +300,8 @@ def test_a_source_without_some_scores_says_so_once(file, make, capfd):
 
 def test_processes_import_no_torch(make):
     reward_sources = make("math", "exact", "code")
-    assert scores_by(reward_sources, [row("1")], ["1"], [[]]) == {
-        "math": [1],
-        "exact": [1],
-        "code": [1],
-    }
+    scores = scores_by(reward_sources, [row("1")], ["1"], [[]])
+    assert scores["math"] == scores["exact"] == [1]
     assert ask(reward_sources, "'torch' in __import__('sys').modules") == ([[False], ""], "")
 
 

@@ -158,7 +158,7 @@ def test_more_ranks_than_work(base, tmp_path, script, shard):
 # at its end.
 STOPS = {
     "grpo": "utils.Optimizer.step>torch.searchsorted:3",
-    "rloo": "rloo.generate:6",
+    "rloo": "rloo.generate:4",
     "ppo": "ppo.generate:4",
     "reward_model": "utils.Optimizer.step:1",
 }
