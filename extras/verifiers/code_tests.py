@@ -116,8 +116,16 @@ def code(response: str, answer: Any, seconds: float = 24.0) -> float:
     ]
     read = set()
     changed = set()
+    by_reference = False  # whether asserts may tell an object from a copy of it
     for node in ast.walk(ast.parse(tests.asserts)):
         match node:
+            case ast.Is() | ast.IsNot() | ast.Global() | ast.Expr(ast.Call(ast.Attribute())):
+                by_reference = True
+            case (
+                ast.Attribute(ctx=ast.Store() | ast.Del())
+                | ast.Subscript(ctx=ast.Store() | ast.Del())
+            ):
+                by_reference = True
             case ast.Import() | ast.ImportFrom():
                 imports.append(ast.unparse(node))
             case ast.Name(name, ast.Load()):
@@ -128,7 +136,15 @@ def code(response: str, answer: Any, seconds: float = 24.0) -> float:
         f"{HARNESS}\nprovide({imports})",
         [program],
         seconds,
-        json.dumps([tests.asserts, [*changed - read], tests.fn_name, tests.inputs]),
+        json.dumps(
+            [
+                tests.asserts,
+                [*changed - read],
+                by_reference or [*changed & read],
+                tests.fn_name,
+                tests.inputs,
+            ]
+        ),
     )
     try:
         values = json.loads(printed)
