@@ -16,8 +16,8 @@ Deliberate choices:
    depends neither on the number of ranks nor, after a resume, on what ran before it.
 4. Masks come from lengths, never from token ids, so pad == eos is harmless and the stop token is
    trained on.
-5. Where a synchronous rollout gets a single update, the old log-probabilities ARE the current ones:
-   the ratio is exactly 1.
+5. Where a synchronous rollout gets a single update, the old log-probabilities ARE the current ones
+   (but for the losses of DPPO): the ratio is exactly 1.
 6. A response that could not be scored is left out of its group and counted. It is never a silent
    zero.
 7. Training rows are padded on the right and attended causally: no attention mask, no position ids.
@@ -335,7 +335,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
     """Estimate KL(policy || reference) per token from the sampled tokens' log-probabilities, any
     shape.
 
-    d = logprobs - ref_logprobs; the right column has the expected gradient of each as a loss, on
+    d = logprobs - ref_logprobs. On the right stands the expected gradient of each as a loss, on
     policy:
         k1 = d                   zero
         abs = |d|                that of the sum of |p - p_ref| over the vocabulary
@@ -370,8 +370,8 @@ def kl_ratio(logprobs: Tensor, old_logprobs: Tensor, estimator: str) -> Tensor:
 
 
 class AdaptiveKL:
-    """The weight beta of the KL, with --kl_target steered by the adaptive controller (Ziegler et
-    al. 2019, arXiv:1909.08593, section 2.2).
+    """The weight beta of the KL. --kl_target adapts it (Ziegler et al. 2019, arXiv:1909.08593,
+    section 2.2).
 
     `coef`: beta of the next step.
     """
@@ -474,8 +474,8 @@ def correction_weights(
     policy.
 
     Args:
-        old_logprobs, rollout_logprobs: (N, T), by the policy at the start of the step and by the
-            sampler.
+        old_logprobs, rollout_logprobs: (N, T), by pi_old and by the sampler. They are the same, and
+            all weights 1, where the sampler is pi_old.
         kind: "truncate": min(rho, cap) (TIS); "mask": rho, 0 outside of [1 / cap, cap] (IcePop);
             "sequence_mask": rho of the whole response, 0 above cap; "geometric": 1, or 0 for a
             response whose geometric mean of rho is outside of [1 / cap, cap]; "none": 1.
@@ -580,7 +580,7 @@ class Policy(nn.Module):
             input_ids: (N, L), query and response, padded on the right (causal attention never looks
                 there).
             response_mask: (N, L) bool, set on response tokens.
-            shared: with --share_prompts the tokens with which all rows begin, forwarded once.
+            shared: number of tokens with which all rows begin, forwarded once (--share_prompts).
             entropy: whether to compute the entropies. temperature: divides the logits; None for
                 --temperature.
         Returns:
@@ -832,6 +832,7 @@ def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) ->
     enough groups have two different scores.
 
     Args:
+        prompts: all rows of --dataset, of which the step takes some.
         state: `Experience.state` of the previous rollout.
     """
     args = sampler.args
@@ -855,7 +856,8 @@ def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) ->
             )
             batch.scores = batch.scores - penalties
             batch.reward_components["length_penalty"] = -penalties  # for the log
-        outcomes = decoupled_scores(batch, args) if args.advantage_scale == "gdpo" else batch.scores
+        gdpo = variant_of(args).advantage_scale == "gdpo"
+        outcomes = decoupled_scores(batch, args) if gdpo else batch.scores
         has_signal = ~equal_scores(outcomes.view(-1, args.group_size))  # (prompts,)
         # How many prompts a refill has to add; 0 ends the rollout.
         count = prompts_to_add(has_signal, latest, sampler)
@@ -982,12 +984,12 @@ def main(args: Args) -> None:
     kl_in = "none" if reference is None else args.kl_in
     estimate_kl = functools.partial(kl_estimate, estimator=args.kl_estimator)
     # `sampler.correction`: --rollout_correction, or its default for the engine.
-    pi_old = old_policy(args, sampler.correction, updates_per_step)
+    default = old_policy(args, sampler.correction, updates_per_step)
     # The trust region of DPPO is around the policy that sampled.
-    pi_old = "sampler" if "dppo" in args.loss else pi_old
+    pi_old = "sampler" if "dppo" in args.loss else default
     needs_start_logprobs = pi_old == "start" or kl_in == "reward"
-    # Loads a checkpoint, if there is one; from then on `rollouts.take` calls `collect`. Models and
-    # optimizers have names, and "" is that of the policy.
+    # Loads a checkpoint, if there is one; from then on `rollouts.take` calls `collect`. "" is the name
+    # of the policy, and so of its optimizer.
     rollouts = parts.start(collect, total_steps, {"": optimizer})
     adaptive_kl = AdaptiveKL(args, run.state)
     adaptive_entropy = utils.AdaptiveEntropy(args, run.state)
@@ -1071,6 +1073,7 @@ def main(args: Args) -> None:
                 in_loss = off_policy_mask(
                     logprobs, by_sampler, micro["advantages"], m, args.off_policy_delta
                 )
+                kept = weights * in_loss  # (n, T), weight of each token in the policy loss
                 token_losses, clipped = policy_loss(
                     logprobs,
                     old_logprobs,
@@ -1081,14 +1084,14 @@ def main(args: Args) -> None:
                     settings.clip_high,
                     args.dual_clip,
                 )
-                loss = policy_term = reduce_loss(token_losses * weights * in_loss, m)
+                loss = policy_term = reduce_loss(token_losses * kept, m)
                 if entropy_coef:
                     loss = loss - entropy_coef * reduce_loss(out["entropies"], m)
                 if kl_in == "loss":
                     kl_losses = estimate_kl(logprobs, micro["ref_logprobs"])
                     if args.kl_weighting == "ratio":
                         ratio = kl_ratio(logprobs, old_logprobs, args.kl_estimator)
-                        kl_losses = weights * ratio * kl_losses
+                        kl_losses = weights * ratio * kl_losses  # weights * ratio: pi / pi_sampler
                     loss = loss + kl_coef * reduce_loss(kl_losses, m)
                 optimizer.backward(loss)
                 sums.add(policy_loss=policy_term / len(updates), loss=loss / len(updates))
@@ -1098,10 +1101,10 @@ def main(args: Args) -> None:
                 micro.update(
                     start_logprobs=start_logprobs,
                     entropies=out["entropies"],
-                    weights=weights * in_loss,
+                    weights=kept,
                     clipped=clipped,
                 )
-                sums.add(m, left_out=weights * in_loss == 0)
+                sums.add(m, left_out=kept == 0)
                 if epoch == 0:  # logged once per response: surprisal, KL, trainer - sampler
                     # Whether `start_logprobs` come from weights that this step had already updated.
                     updated = number > 0 and not needs_start_logprobs

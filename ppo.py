@@ -295,7 +295,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
     """Estimate KL(policy || reference) per token from the sampled tokens' log-probabilities, any
     shape.
 
-    d = logprobs - ref_logprobs; the right column has the expected gradient of each as a loss, on
+    d = logprobs - ref_logprobs. On the right stands the expected gradient of each as a loss, on
     policy:
         k1 = d                   zero
         abs = |d|                that of the sum of |p - p_ref| over the vocabulary
@@ -318,8 +318,8 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
 
 
 class AdaptiveKL:
-    """The weight beta of the KL, with --kl_target steered by the adaptive controller (Ziegler et
-    al. 2019, arXiv:1909.08593, section 2.2).
+    """The weight beta of the KL. --kl_target adapts it (Ziegler et al. 2019, arXiv:1909.08593,
+    section 2.2).
 
     `coef`: beta of the next step.
     """
@@ -511,8 +511,8 @@ def correction_weights(
     policy.
 
     Args:
-        old_logprobs, rollout_logprobs: (N, T), by the policy at the start of the step and by the
-            sampler.
+        old_logprobs, rollout_logprobs: (N, T), by pi_old and by the sampler. They are the same, and
+            all weights 1, where the sampler is pi_old.
         kind: "truncate": min(rho, cap) (TIS); "mask": rho, 0 outside of [1 / cap, cap] (IcePop);
             "sequence_mask": rho of the whole response, 0 above cap; "geometric": 1, or 0 for a
             response whose geometric mean of rho is outside of [1 / cap, cap]; "none": 1.
@@ -617,7 +617,7 @@ class Policy(nn.Module):
             input_ids: (N, L), query and response, padded on the right (causal attention never looks
                 there).
             response_mask: (N, L) bool, set on response tokens.
-            shared: with --share_prompts the tokens with which all rows begin, forwarded once.
+            shared: number of tokens with which all rows begin, forwarded once (--share_prompts).
             entropy: whether to compute the entropies. temperature: divides the logits; None for
                 --temperature.
         Returns:
@@ -943,6 +943,7 @@ def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) ->
     enough groups have two different scores.
 
     Args:
+        prompts: all rows of --dataset, of which the step takes some.
         state: `Experience.state` of the previous rollout, and the "score_statistics".
     """
     args = sampler.args
@@ -1131,6 +1132,7 @@ def main(args: Args) -> None:
                 in_loss = off_policy_mask(
                     logprobs, by_sampler, micro["advantages"], m, args.off_policy_delta
                 )
+                kept = weights * in_loss  # (n, T), weight of each token in the policy loss
                 token_losses, clipped = clipped_loss(
                     logprobs - old_logprobs,
                     micro["advantages"],
@@ -1138,7 +1140,7 @@ def main(args: Args) -> None:
                     args.clip_high,
                     args.dual_clip,
                 )
-                loss = policy_term = reduce_loss(token_losses * weights * in_loss, m)
+                loss = policy_term = reduce_loss(token_losses * kept, m)
                 if entropy_coef:
                     loss = loss - entropy_coef * reduce_loss(out["entropies"], m)
                 if kl_in == "loss":
@@ -1150,8 +1152,8 @@ def main(args: Args) -> None:
                 sums.add(m, approxkl=(logprobs - old_logprobs).square() / 2)
                 # `micro_batches` takes back what is added to `micro`, for tokens.jsonl.
                 micro.update(start_logprobs=start_logprobs, entropies=out["entropies"])
-                micro.update(weights=weights * in_loss, clipped=clipped)
-                sums.add(m, left_out=weights * in_loss == 0)
+                micro.update(weights=kept, clipped=clipped)
+                sums.add(m, left_out=kept == 0)
                 # Logged once per response: surprisal, KL, trainer - sampler.
                 if epoch == 0 and args.pf_ppo == "none":
                     # Whether `start_logprobs` come from weights that this step had already updated.

@@ -101,8 +101,8 @@ class World:
         return self.rank == 0
 
     def rollout_world(self, ranks_per_engine: int) -> "World":
-        """Return the same processes in a separate CPU group, for the thread that makes the next
-        rollout.
+        """Return the same processes in a CPU group of their own, for rollouts: a thread may make them
+        while the step trains.
         """
         # Fails at once where a rank has ended; a new group would wait for it until the time-out.
         self.barrier()
@@ -380,8 +380,8 @@ class Optimizer:
 
 
 class AdaptiveEntropy:
-    """The weight of the entropy bonus, with --entropy_target steered (Skywork-OR1,
-    arXiv:2505.22312; its numbers are TRL's).
+    """The weight of the entropy bonus. --entropy_target adapts it (Skywork-OR1, arXiv:2505.22312;
+    the numbers are TRL's).
 
     `coef`: of the next step, 0 after a step whose entropy was above the target.
     """

@@ -116,6 +116,9 @@ def test_a_length_penalty_makes_equal_scores_differ(collected):
     got, *_ = collected([[2.0, 2.0]], filter_groups="drop", length_penalty=0.5)
     assert got.batch.scores.tolist() == [1.5, 1.0] * 4
     assert got.sampled.reward_components["length_penalty"].tolist() == [-0.5, -1.0] * 4
+    for sample in got.sampled.samples:  # it is of each response, whichever sources a row names
+        sample.row["sources"] = ["exact"]
+    assert batch_metrics(got.sampled, REWARDS)["reward/length_penalty"] == -0.75
 
 
 @pytest.mark.parametrize("differing", [(0,), (1, 2, 4)])

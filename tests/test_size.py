@@ -15,7 +15,7 @@ from pathlib import Path
 from conftest import ROOT
 
 SCRIPTS = {
-    "grpo": 6_130,
+    "grpo": 6_140,
     "rloo": 5_270,
     "ppo": 6_580,
     "distill": 4_170,
@@ -88,8 +88,8 @@ def table() -> dict[str, tuple[int, int]]:
     plumbing = [path for path in ROOT.glob("plumbing/**/*.py") if path.read_text()]
     everything = ("*.py", "plumbing/**/*.py", "extras/**/*.py", "scripts/**/*.py", "assets/**/*.py")
     rows = {
-        "Python outside tests, tokens": (tokens(*everything), 108_430),
-        "plumbing/, tokens": (tokens("plumbing/**/*.py"), 43_870),
+        "Python outside tests, tokens": (tokens(*everything), 108_440),
+        "plumbing/, tokens": (tokens("plumbing/**/*.py"), 43_880),
         "extras/, tokens": (tokens("extras/**/*.py"), 24_140),
         "plumbing/, files": (len(plumbing), 37),
         "plumbing/, files outside of its folders": (

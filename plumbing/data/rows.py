@@ -29,7 +29,7 @@ class Row(TypedDict, total=False):
     place: int  # among the rows of the run, with --pass_rates
     columns: dict  # the row as it was read
     turns: list[dict]  # of a conversation that has ended
-    environment: float  # the sum of its rewards
+    episode: float  # what its environment or agent gave
 
 
 # Raise it when a change of the code reads or encodes rows in another way: the names of cache files

@@ -149,7 +149,7 @@ def check_head(flag: str, model: PreTrainedModel) -> None:
         return
     count = min(32, model.config.get_text_config().vocab_size)
     ids = torch.arange(count, device=model.device)[None]
-    with torch.enable_grad():
+    with torch.enable_grad():  # as it trains; below it computes as it samples
         trained = head_logits(model, last_hidden_states(model, ids))
     sampled = model(input_ids=ids, use_cache=False).logits.to(trained.dtype)
     # A logit of -inf masks a token. NaN stays in, as it is not equal to -inf.
@@ -259,6 +259,7 @@ def attend_by_group(
     return output.reshape(n, 1, heads, -1), None
 
 
+# In place of transformers' own, for each model of this process.
 AttentionInterface.register("sdpa", attend_by_group)
 
 

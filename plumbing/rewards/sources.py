@@ -148,7 +148,7 @@ class RewardSources:
     """The reward sources of a run, by the names given to --reward."""
 
     waited = 0.0  # seconds for scores of a step, once all responses had ended
-    whole = False  # whether a source compares the responses of a group, which are on one rank then
+    whole = False  # whether a source is; then one rank has all responses of a group
 
     def __init__(self, args, tokenizer=None, rows: Sequence[Row] = (), environment: bool = False):
         """Check all sources, and load functions; reward models are loaded by `load_models`.
@@ -192,7 +192,7 @@ class RewardSources:
             self.sources[name] = source
         self._try_out(rows, tokenizer, environment, getattr(args, "group_size", 1))
         self.whole = any(source.whole for source in self.sources.values())
-        # Those that tell a right response, by 1 or more, from a wrong one, as reward models do not.
+        # Not only built-in ones: all that tell a right response, by 1 or more, from a wrong one.
         self.verifiers = tuple(name for name, source in self.sources.items() if source.verifies)
 
     def _try_out(self, rows: Sequence[Row], tokenizer, environment: bool, group: int) -> None:
@@ -392,8 +392,8 @@ class VerifierSource(Source):
         calls = [(final_turn(sample), values_of(sample.row).get(column)) for sample in samples]
         checked, failure = await self.ask(self.limit, "score", self.check, calls)
         if failure.startswith("TimeoutError") and self.verifier.limit < math.inf:
-            # Comparing a formula can last forever. Then the response, the only one of the call, is
-            # wrong, unless the reference is to blame.
+            # Comparing a formula can last forever. Then the response, the only one of the call, gets
+            # the score of an empty one, 0. If that takes too long, too, the reference is to blame.
             ((_, reference),) = calls
             alone = [("", reference)]
             checked, failure = await self.ask(self.limit, "score", self.check, alone)

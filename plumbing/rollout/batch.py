@@ -35,10 +35,11 @@ class Sample:
     conversation: "Conversation | None" = None  # with --tools or --environment
     text: str = ""
     greedy: bool = False  # whether each token is the most likely one, none is drawn
-    # By reward source; NaN where it gave none.
+    # By reward source; NaN where it gave none, 0 where it does not score the row.
     scores: dict[str, float] = field(default_factory=dict)
     # Where in `response` another context begins, which does not see what is before: of an agent.
     starts: Sequence[int] = ()
+    step: int | None = None  # steps that the run had made when it was scored
 
     def __post_init__(self):
         """Turn lists into arrays: those of all ranks travel between them, and a list has 30 bytes a
@@ -70,7 +71,8 @@ class Batch:
 
     samples: list[Sample]
     stopped: Tensor  # (N,) bool
-    # Of each reward source, then of each further number: (N,) float64, NaN where it gave none.
+    # Of each reward source, then of each further number: (N,) float64, NaN where it gave none, 0 where
+    # it does not score the row.
     reward_components: dict[str, Tensor]
     # (N, T) each, 0 after a response's end; "response_mask" (bool): what was sampled
     tokens: dict[str, Tensor]
@@ -122,8 +124,9 @@ class Batch:
 
     @property
     def padded_lengths(self) -> list[int]:
-        """At most the tokens of each response in a micro-batch: several contexts, each as long as
-        the longest response, or its own; or its `teacher_contexts`, if they are longer.
+        """Return an upper bound of each response's tokens in a micro-batch: its own length; of one with
+        several contexts, their number times the longest length; or that of its teacher's context, if
+        it is longer.
         """
         longest = max(self.lengths)
         starts = [len(x.starts) for x in self.samples]
@@ -135,7 +138,8 @@ class Batch:
         """Return (N,) bool: the responses that a source scores, which are all unless rows name
         other sources.
         """
-        scored = [is_scored_by(x.row, name) for x in self.samples]
+        # The penalty is of no source, and each response has one.
+        scored = [name == "length_penalty" or is_scored_by(x.row, name) for x in self.samples]
         return torch.tensor(scored, device=self.stopped.device)
 
     def verifier_scores(self, verifiers: Sequence[str]) -> Tensor:
@@ -148,8 +152,8 @@ class Batch:
         return first
 
     def collate(self, chosen: list[int]) -> tuple[Tensor, Tensor]:
-        """Return some of the responses behind their queries, as `collate` lays them out;
-        observations are not set.
+        """Return some of the responses behind their queries, as the function `collate` lays them
+        out; the mask is not set on observations.
         """
         rows = [context for i in chosen for context in self.samples[i].contexts]
         return collate(rows, self.response_mask.device)
@@ -162,7 +166,7 @@ class Batch:
 
         Returns:
             For each micro-batch its responses, and the inputs of a model: input_ids and response_mask
-            (n, L), with --share_prompts perhaps also the tokens of a shared prompt.
+            (n, L), with --share_prompts perhaps also the number of tokens of a shared prompt.
         """
         if args.share_prompts:
             from extras.shared_prompts import cut_by_prompt

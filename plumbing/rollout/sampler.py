@@ -99,10 +99,10 @@ class Sampler:
         """
         size = samples + greedy  # of a group, the responses to a prompt
         draws, tool_seeds = self.random_numbers(len(rows), samples, key, greedy)
-        rows = [row for row in rows for _ in range(size)]
+        asked = [row for row in rows for _ in range(size)]  # a row for each response
         at_once = size if self.reward_sources.whole else 1  # responses that one rank has to have
-        parts = [range(i, i + at_once) for i in range(0, len(rows), at_once)]
-        local = list(chain(*self.world.shard(parts)))  # the responses of this rank
+        parts = [range(i, i + at_once) for i in range(0, len(asked), at_once)]
+        local = list(chain(*self.world.shard(parts)))  # this rank's responses; "place": index in it
         scoring = Scoring(self.reward_sources, self.interrupted)
 
         def end(place: int, response: list[int], outputs: dict, conversation: Any = None) -> None:
@@ -115,14 +115,14 @@ class Sampler:
                 # Arrays, as ranks send each other the conversation, too.
                 conversation.response, conversation.outputs = sample.response, sample.outputs
             else:
-                sample = Sample(rows[i], response, outputs, response[-1] in self.stop_ids)
+                sample = Sample(asked[i], response, outputs, response[-1] in self.stop_ids)
             sample.greedy = i % size == samples
             sample.text = self.tokenizer.decode(sample.response, skip_special_tokens=True)
             scoring.add(place, sample)
             self.show_ended(key, len(scoring.samples), len(local))
 
         self.show_ended(key, 0, len(local))
-        self.sample([rows[i] for i in local], draws[local], tool_seeds[local].tolist(), end)
+        self.sample([asked[i] for i in local], draws[local], tool_seeds[local].tolist(), end)
         if self.world.any(self.interrupted() or len(scoring.samples) < len(local)):
             raise utils.Interrupted
         responses = scoring.finish()
@@ -131,8 +131,8 @@ class Sampler:
         for sample in responses:
             sample.row = {}  # all ranks have it
         gathered = dict(self.world.all_gather([*zip(local, responses)]))
-        responses = [gathered[i] for i in range(len(rows))]
-        for row, sample in zip(rows, responses):
+        responses = [gathered[i] for i in range(len(asked))]
+        for row, sample in zip(asked, responses):
             sample.row = sample.conversation.row if sample.conversation else row
         for model in self.reward_sources.models.values():
             model.score_equal_responses_alike(responses)
@@ -227,7 +227,7 @@ class Sampler:
             if self.interrupted():
                 return
             part = slice(start, start + size)
-            interrupted = self.decoding.timed(self.interrupted)
+            interrupted = self.decoding.timed(self.interrupted)  # it takes the time of each pass
             sampled = self.generate(
                 self.model,
                 queries[part],
@@ -242,7 +242,7 @@ class Sampler:
             for place, response, outputs in sampled:
                 ended.append((len(queries[start + place]), len(response)))
                 yield start + place, response, outputs
-            interrupted()  # the end of the last pass
+            interrupted()  # takes the time of the last pass
             self.decoding.count_cached(ended)
 
 
@@ -323,6 +323,7 @@ def unscored(batch: Batch, reward_sources: RewardSources, args: RewardArgs) -> s
     """Return the first reward source that has a weight and gave no response a score, and why; "" if
     there is none.
     """
+    # The sources come first, in the order of --reward and its weights.
     for (name, scores), weight in zip(batch.reward_components.items(), reward_weights(args)):
         scored = scores[batch.scored_by(name)]
         if weight and len(scored) and scored.isnan().all():

@@ -172,7 +172,7 @@ class Run:
     @property
     def ended(self) -> bool:
         """Whether no step is left, by --total_episodes or by --stop_at."""
-        highest = self.state.get(self.args.keep_best, -math.inf)
+        highest = self.state.get(self.args.keep_best, -math.inf)  # kept by `_evaluate`
         goal = math.inf if self.args.stop_at is None else self.args.stop_at
         return self.state["step"] >= self.total_steps or highest >= goal
 
@@ -224,7 +224,11 @@ class Run:
             self.log.draw()
 
     def phase(self, name: str) -> None:
-        """Begin a phase of a step: the progress bar shows it, and time/{name} is its duration."""
+        """Begin a phase of a step: the progress bar shows it, and time/{name} is its duration.
+
+        `finish_step` reads the time of "training", and `show_ended` the names "rollout" and
+        "evaluation".
+        """
         self.clock.begin_phase(name)
         self.log.phase(name)
 
@@ -235,7 +239,7 @@ class Run:
         Args:
             key: of the rollout, see `plumbing.rollout.sampler.Sampler.rollout`.
         """
-        # A key is name, seed and, of a rollout, the step.
+        # A key is name, seed and, of a rollout, the step. Each rollout of an evaluation is shown.
         steps = {"rollout": (self.state["step"] + 1,), "evaluation": ()}
         if steps.get(self.clock.phase) == key[2:3] and time.monotonic() > self.log.next_show:
             self.log.show(ended, total)
