@@ -40,10 +40,12 @@ class FileSampler(SimpleNamespace):
             lines = [json.loads(line) for line in open(f"{path}.jsonl")]
             # Without those of --advantage remax, if another one reads them.
             chosen = [i for i, line in enumerate(lines) if greedy or not line.get("greedy")]
-            if [lines[i].pop("asked") for i in chosen] != [row["query"] for row in asked]:
+            if greedy > lines[-1].get("greedy", False) or (
+                [lines[i].pop("asked") for i in chosen] != [row["query"] for row in asked]
+            ):
                 raise ValueError(
-                    "is of other prompts; --dataset, --shuffle, --rollout_batch_size, --group_size, the prompts' "
-                    "template and the tokenizer have to be those of the run that saved it"
+                    "is of other prompts, or without greedy responses; --dataset, --shuffle, --rollout_batch_size, "
+                    "--group_size, the prompts' template and the tokenizer have to be those of the run that saved it"
                 )
         read = [Sample(outputs={}, **lines[i]) for i in chosen]
         for i, x, row in zip(chosen, read, asked):

@@ -12,6 +12,7 @@ from tiny_models import CPU
 from extras.saved_rollouts import FileSampler
 from plumbing.rollout import engines
 from plumbing.rollout.batch import Batch, Sample
+from utils import UserError
 
 # Missing scores, further numbers, and prompts of which all responses score alike.
 REWARD = """
@@ -123,3 +124,5 @@ def test_contexts_of_an_agent(tmp_path):
     assert [x.row for x in read.samples] == [x.row for x in samples]
     assert all(torch.equal(x, batch.tokens[name]) for name, x in read.tokens.items())
     assert read_lines(tmp_path / "rollouts/rollout_1_1.jsonl")[1]["text"] == "d"
+    with pytest.raises(UserError, match="without greedy"):
+        sampler.rollout([row], 1, ("rollout", 1, 1), greedy=True)
