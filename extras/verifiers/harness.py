@@ -53,6 +53,8 @@ PLAIN: dict[str, Any] = {
 # An object is not asked for these, which judge a value, unless the asserts name a class.
 METHODS = {name for kind in (str, list, dict, set) for name in dir(kind)}
 BUILTINS = dict(vars(builtins))
+# What asserts may use without an import, by name.
+MODULES = {name: name for name in sys.stdlib_module_names} | {"np": "numpy"}
 TYPES = {name: kind for name, kind in BUILTINS.items() if isinstance(kind, type)}
 Encoded = bytes | str  # a message, see `encode`
 held: dict = {}  # what the other process may call; that of the tests holds functions only
@@ -276,8 +278,8 @@ def run_tests(tests: str) -> None:
 
         def __missing__(self, name: str):
             if name not in asked:
-                if name in sys.stdlib_module_names:
-                    return importlib.import_module(name)
+                if name in MODULES:
+                    return importlib.import_module(MODULES[name])
                 raise KeyError(name)
             found.append(name)
             if name[0].isupper():
@@ -293,7 +295,7 @@ def run_tests(tests: str) -> None:
     # Builtins and modules are Python's: the program does not choose what judges it. But if asserts
     # use nothing else, a function that they test has such a name.
     # `Globals` reads `asked`.
-    for asked in ({*defined} - BUILTINS.keys() - sys.stdlib_module_names, {*defined}):  # noqa: B007
+    for asked in ({*defined} - BUILTINS.keys() - MODULES.keys(), {*defined}):  # noqa: B007
         try:
             exec(asserts, Globals(__name__="__main__"))
             error = None
