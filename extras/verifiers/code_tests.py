@@ -116,41 +116,39 @@ def code(response: str, answer: Any, seconds: float = 24.0) -> float:
     ]
     read = set()
     changed = set()
-    by_reference = False  # whether asserts may tell an object from a copy of it
+    by_value = True  # whether asserts cannot tell an object from a copy of it
     for node in ast.walk(ast.parse(tests.asserts)):
         match node:
             case ast.Is() | ast.IsNot() | ast.Global() | ast.Expr(ast.Call(ast.Attribute())):
-                by_reference = True
+                by_value = False
             case (
                 ast.Attribute(ctx=ast.Store() | ast.Del())
                 | ast.Subscript(ctx=ast.Store() | ast.Del())
             ):
-                by_reference = True
+                by_value = False
             case ast.Import() | ast.ImportFrom():
                 imports.append(ast.unparse(node))
             case ast.Name(name, ast.Load()):
                 read.add(name)
             case ast.Name(name) | ast.FunctionDef(name):
                 changed.add(name)
-    _, (_, printed) = sandbox.run(
-        f"{HARNESS}\nprovide({imports})",
-        [program],
-        seconds,
-        json.dumps(
-            [
-                tests.asserts,
-                [*changed - read],
-                by_reference or [*changed & read],
-                tests.fn_name,
-                tests.inputs,
-            ]
-        ),
+    asked = (
+        tests.asserts,
+        [*changed - read],
+        [*changed & read],
+        by_value,
+        tests.fn_name,
+        tests.inputs,
     )
+    source = f"{HARNESS}\nprovide({imports})"
+    _, (_, printed) = sandbox.run(source, [program], seconds, json.dumps(asked))
     try:
         values = json.loads(printed)
         if isinstance(values, str):
             raise RuntimeError(values)
-        return float(all(map(same_value, values, tests.outputs)))
+        return float(
+            len(values) == len(tests.outputs) and all(map(same_value, values, tests.outputs))
+        )
     except (ValueError, RecursionError):  # no report, or a value that cannot be compared
         return 0.0
 

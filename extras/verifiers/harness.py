@@ -263,52 +263,52 @@ def run_tests(tests: str) -> None:
     """Run asserts, then calls of a function, and print the list of their values, or why there is no
     score.
     """
-    # `lost`: names that asserts set and read, the program's of which are others; True if asserts may
-    # miss more than names.
-    asserts, unread, lost, function, calls = json.loads(tests)
+    # `unread`: names that asserts set and do not read; `reread`: those that they set and read.
+    # `by_value`: whether asserts can miss nothing else of the program than these.
+    asserts, unread, reread, by_value, function, calls = json.loads(tests)
     program = Remote("response")
-    defined = ask("dir", program)
+    defined = {*ask("dir", program)}
     found: list = []  # what the asserts have looked up in the program
-    error: BaseException | None = None
 
-    class Globals(dict):
-        """The global names of the tests. Those that they do not set are looked up in the program,
-        and those that they do not read are set there.
-        """
+    def run_asserts(asked: set[str]) -> BaseException | None:
+        """Run the asserts, which find the names `asked` in the program; return what they raise."""
 
-        def __missing__(self, name: str):
-            if name not in asked:
-                if name in MODULES:
-                    return importlib.import_module(MODULES[name])
-                raise KeyError(name)
-            found.append(name)
-            if name[0].isupper():
-                METHODS.clear()
-            return ask("getattr", program, name)
+        class Globals(dict):
+            """The global names of the tests. Those that they do not read are set in the program."""
 
-        def __setitem__(self, name: str, value: Any):
-            super().__setitem__(name, value)
-            if name in unread:
-                setattr(program, name, value)
+            def __missing__(self, name: str):
+                if name not in asked:
+                    if name in MODULES:
+                        return importlib.import_module(MODULES[name])
+                    raise KeyError(name)
+                found.append(name)
+                if name[0].isupper():
+                    METHODS.clear()
+                return ask("getattr", program, name)
+
+            def __setitem__(self, name: str, value: Any):
+                super().__setitem__(name, value)
+                if name in unread:
+                    setattr(program, name, value)
+
+        try:
+            exec(asserts, Globals(__name__="__main__"))
+        except BaseException as error:
+            return error
+        return None
 
     sys.stdout = None
     # Builtins and modules are Python's: the program does not choose what judges it. But if asserts
     # use nothing else, a function that they test has such a name.
-    # `Globals` reads `asked`.
-    for asked in ({*defined} - BUILTINS.keys() - MODULES.keys(), {*defined}):  # noqa: B007
-        try:
-            exec(asserts, Globals(__name__="__main__"))
-            error = None
-        except BaseException as raised:
-            error = raised
-        if found:
-            break
-    # Of the program's, `ask` has made one from its arguments alone, without a name.
+    error = run_asserts(defined - BUILTINS.keys() - MODULES.keys())
+    if not found:
+        error = run_asserts(defined)
+    # An ImportError that the program has raised arrives without a name.
     if isinstance(error, ImportError) and error.name:
         report: Any = f"asserts cannot be run: {error}"
     elif error:
-        # A value is another one in a copy, too.
-        if isinstance(error, AssertionError) and lost is not True and not {*lost} & {*defined}:
+        # A wrong value is as wrong without a copy.
+        if isinstance(error, AssertionError) and by_value and defined.isdisjoint(reread):
             raise error
         ask("run", asserts)
         report = "asserts hold in the process of the program, but not with copies of its data"

@@ -253,8 +253,7 @@ class Scoring:
         self.samples[place] = sample
         sample.step = self.reward_sources.state.get("step")
         sources = self.reward_sources.sources
-        named = sample.row.get("sources")  # None: all of them score it, see `is_scored_by`
-        scored_by = [name for name in sources if named is None or name in named]
+        scored_by = [name for name in sources if is_scored_by(sample.row, name)]
         sample.scores = dict.fromkeys(sources, 0.0) | dict.fromkeys(scored_by, math.nan)
         for name in scored_by:
             if not sources[name].whole and name not in self.reward_sources.models:
