@@ -984,9 +984,9 @@ def main(args: Args) -> None:
     kl_in = "none" if reference is None else args.kl_in
     estimate_kl = functools.partial(kl_estimate, estimator=args.kl_estimator)
     # `sampler.correction`: --rollout_correction, or its default for the engine.
-    default = old_policy(args, sampler.correction, updates_per_step)
-    # The trust region of DPPO is around the policy that sampled.
-    pi_old = "sampler" if "dppo" in args.loss else default
+    pi_old = old_policy(args, sampler.correction, updates_per_step)
+    if "dppo" in args.loss:  # its trust region is around the policy that sampled
+        pi_old = "sampler"
     needs_start_logprobs = pi_old == "start" or kl_in == "reward"
     # Loads a checkpoint, if there is one; from then on `rollouts.take` calls `collect`. "" is the name
     # of the policy, and so of its optimizer.
@@ -1073,7 +1073,7 @@ def main(args: Args) -> None:
                 in_loss = off_policy_mask(
                     logprobs, by_sampler, micro["advantages"], m, args.off_policy_delta
                 )
-                kept = weights * in_loss  # (n, T), weight of each token in the policy loss
+                token_weights = weights * in_loss  # (n, T), in the policy loss
                 token_losses, clipped = policy_loss(
                     logprobs,
                     old_logprobs,
@@ -1084,7 +1084,7 @@ def main(args: Args) -> None:
                     settings.clip_high,
                     args.dual_clip,
                 )
-                loss = policy_term = reduce_loss(token_losses * kept, m)
+                loss = policy_term = reduce_loss(token_losses * token_weights, m)
                 if entropy_coef:
                     loss = loss - entropy_coef * reduce_loss(out["entropies"], m)
                 if kl_in == "loss":
@@ -1101,10 +1101,10 @@ def main(args: Args) -> None:
                 micro.update(
                     start_logprobs=start_logprobs,
                     entropies=out["entropies"],
-                    weights=kept,
+                    weights=token_weights,
                     clipped=clipped,
                 )
-                sums.add(m, left_out=kept == 0)
+                sums.add(m, left_out=token_weights == 0)
                 if epoch == 0:  # logged once per response: surprisal, KL, trainer - sampler
                     # Whether `start_logprobs` come from weights that this step had already updated.
                     updated = number > 0 and not needs_start_logprobs

@@ -937,7 +937,7 @@ def main(args: Args) -> None:
                 in_loss = off_policy_mask(
                     logprobs, by_sampler, micro["advantages"], m, args.off_policy_delta
                 )
-                kept = weights * in_loss  # (n, T), weight of each token in the policy loss
+                token_weights = weights * in_loss  # (n, T), in the policy loss
                 log_ratio = logprobs - old_logprobs
                 if args.ratio == "sequence":  # `reduce_loss` takes the mean of a response's tokens
                     log_ratio = masked_sum(log_ratio, m, 1)[:, None].expand_as(log_ratio)
@@ -948,7 +948,7 @@ def main(args: Args) -> None:
                     args.clip_high,
                     args.dual_clip,
                 )
-                loss = policy_term = reduce_loss(token_losses * kept, m)
+                loss = policy_term = reduce_loss(token_losses * token_weights, m)
                 if entropy_coef:
                     loss = loss - entropy_coef * reduce_loss(out["entropies"], m)
                 if kl_in == "loss":
@@ -960,8 +960,8 @@ def main(args: Args) -> None:
                 sums.add(m, approxkl=(logprobs - old_logprobs).square() / 2)
                 # `micro_batches` takes back what is added to `micro`, for tokens.jsonl.
                 micro.update(start_logprobs=start_logprobs, entropies=out["entropies"])
-                micro.update(weights=kept, clipped=clipped)
-                sums.add(m, left_out=kept == 0)
+                micro.update(weights=token_weights, clipped=clipped)
+                sums.add(m, left_out=token_weights == 0)
                 if epoch == 0:  # logged once per response: surprisal, KL, trainer - sampler
                     # Whether `start_logprobs` come from weights that this step had already updated.
                     updated = number > 0 and not needs_start_logprobs
