@@ -465,6 +465,29 @@ def test_a_rollout_says_how_many_responses_have_ended(setting):
     assert counts == sorted(counts) and counts[-1] == 15 and len({*counts}) > 3
 
 
+def test_an_engine_gets_no_seed_for_a_greedy_response(setting):
+    sampler, rows = setting
+    asked = []
+
+    def answer(queries, seeds, stop_ids, args, interrupted, end):
+        asked.extend(seeds)
+        for place in range(len(queries)):
+            end(place, [1], {"rollout_logprobs": [-1.0]})
+
+    sampler = dataclasses.replace(sampler, engine=SimpleNamespace(generate=answer))
+    sampler.rollout(rows[:2], 2, KEY, greedy=True)
+    assert [seed is None for seed in asked] == [False, False, True] * 2
+
+
+def test_what_the_decode_loop_has_read(setting):
+    """Each token but the first of a response reads those before it."""
+    sampler, rows = setting
+    sampler = sampler.with_args(generation_batch_size=4)
+    samples = sampler.rollout(rows, 3, KEY).samples
+    read = sum(len(x.row["query"]) + t for x in samples for t in range(1, len(x.response)))
+    assert sampler.decoding.cached == read
+
+
 def test_rollout_lays_out_the_batch(setting):
     sampler, rows = setting
     batch = sampler.rollout(rows, 3, KEY)

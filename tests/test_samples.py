@@ -94,7 +94,7 @@ def by_table(table, order) -> list[bool]:
     return [len({s for s in table[i % len(table)] if not math.isnan(s)}) > 1 for i in order]
 
 
-def test_drop_leaves_out_the_groups_that_teach_nothing(collected):
+def test_drop_leaves_out_the_groups_that_teach_nothing(collected, monkeypatch):
     table = [[0.0, 1.0], [1.0, 1.0], [NAN, 1.0], [3.0, 2.0]]
     got, calls, order = collected(table, filter_groups="drop")
     expected = [i for i, teaches in zip(order[:4], by_table(table, order)) if teaches]
@@ -109,6 +109,11 @@ def test_drop_leaves_out_the_groups_that_teach_nothing(collected):
     # whose sum is always 0
     two = dict(reward=("exact", "f.py:f"), reward_weights=(2.0, 1.0), filter_groups="drop")
     assert groups_of(collected(table, advantage_scale="gdpo", **two)[0]) == expected
+    # also where the --loss of a fork says so
+    monkeypatch.setitem(
+        grpo.VARIANTS, "grpo", grpo.VARIANTS["grpo"]._replace(advantage_scale="gdpo")
+    )
+    assert groups_of(collected(table, **two)[0]) == expected
 
 
 def test_a_length_penalty_makes_equal_scores_differ(collected):

@@ -135,6 +135,7 @@ def test_a_bar_on_a_terminal_and_lines_elsewhere(tmp_path, monkeypatch, capsys, 
     run.log({"step": 0, "eval/accuracy": 0.25, "time/evaluation": 90.0})
     run.show_every = 30.0  # on a terminal, too, as this machine may be busy
     run.phase("rollout")
+    run.next_show = 0.0
     run.show(37, 64)
     assert time.monotonic() < run.next_show < time.monotonic() + 31
     run.log(
