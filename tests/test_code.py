@@ -93,6 +93,12 @@ def test_values_are_compared(value, expected, same):
     assert code_tests.same_value(value, expected) == same
 
 
+def test_too_few_values_are_wrong(monkeypatch):
+    """As if the process of the tests had been made to print them."""
+    monkeypatch.setattr(sandbox, "run", lambda *_: iter([(0, ""), (0, "[]")]))
+    assert score("", {"inputs": [[1]], "outputs": [1], "fn_name": "f"}) == 0
+
+
 @pytest.mark.parametrize("response, code", PROGRAMS["responses"])
 def test_code_of_a_response(response, code):
     assert code_tests.code_of(response) == code
