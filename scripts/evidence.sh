@@ -111,7 +111,7 @@ part_memory() { # the table of docs/models_and_memory.md
         for run in "grpo --gpus 1" "grpo --gpus 8" "grpo --gpus 1 --lora_rank 32" "ppo --gpus 8"; do
             for model in Qwen/Qwen2.5-{0.5B,1.5B,3B,7B,14B,32B} meta-llama/Llama-3.1-8B Qwen/Qwen3-30B-A3B; do
                 # shellcheck disable=SC2086
-                echo "- $run, $model: $(python scripts/memory.py $run --gpu_gb 80 --model "$model" | tail -n 1)"
+                echo "- $run, $model: $(python scripts/memory.py $run --gpu_gb 80 --model "$model" 2>&1 | tail -n 1)"
             done
         done
     } >"$RUNS/memory.md"
