@@ -10,11 +10,10 @@ data.
 """
 
 import json
-import math
 import os
 import time
-from collections import Counter
-from itertools import count
+from itertools import groupby
+from operator import itemgetter
 
 import jinja2
 import repository  # noqa: F401
@@ -113,7 +112,7 @@ def read_run(folder: str, name: str, runs: int) -> dict:
     names = dict.fromkeys(name for row in rows for name in row if name not in ("step", "episode"))
     size = SAMPLE_BYTES // 2 // runs
     samples = read_samples(folder, "samples.jsonl", size)
-    tokens = read_samples(folder, "tokens.jsonl", TOKEN_BYTES // runs, samples)
+    tokens = read_samples(folder, "tokens.jsonl", TOKEN_BYTES // runs)
     of_sample = {(row["step"], row["sample"]): row for row in tokens}
     for row in samples:
         row["held_out"] = bool(evaluated)
@@ -143,25 +142,28 @@ def five_digits(x: float | None) -> float | None:
     return None if x is None else float(f"{x:.5g}")
 
 
-def read_samples(folder: str, name: str, size: int, among: list[dict] | None = None) -> list[dict]:
-    """Return the rows of so many steps, evenly spread and the last one among them, as `size` bytes
-    hold; with their "place" in the step, and step 0 where they have none.
+def read_samples(folder: str, name: str, size: int) -> list[dict]:
+    """Return the rows of the last step and of every n-th step, with their "place" in the step; a row
+    without a step is of step 0.
 
-    The log is read twice, line by line: of the steps that are left out, a number each is in memory.
-
-    Args:
-        among: rows of the steps to choose from; None for all.
+    n is 1, and doubles whenever the rows of every n-th step take more than `size` bytes. So the
+    log is read once, and a step that is left out takes no memory. The steps of a higher n are among
+    those of a lower n: what has its tokens in the page is in the page.
     """
-    steps = None if among is None else {row["step"] for row in among}
-    sizes = Counter()
-    for row in read_log(folder, name):
-        step = row.get("step", 0)
-        if steps is None or step in steps:
-            sizes[step] += len(json.dumps(row))
-    every = math.ceil(sizes.total() / size) or 1
-    kept = {step: count() for step in sorted(sizes, reverse=True)[::every]}
     rows = ({"step": 0, **row} for row in read_log(folder, name))
-    return [{**row, "place": next(kept[row["step"]])} for row in rows if row["step"] in kept]
+    every, used = 1, 0
+    kept = {}  # step: rows
+    step, last = 0, []
+    for step, group in groupby(rows, itemgetter("step")):
+        last = [{**row, "place": place} for place, row in enumerate(group)]
+        if step % every == 0:
+            kept[step] = last
+            used += len(json.dumps(last))
+        while used > size and len(kept) > 1:
+            every *= 2
+            kept = {step: rows for step, rows in kept.items() if step % every == 0}
+            used = len(json.dumps([*kept.values()]))
+    return [row for rows in {**kept, step: last}.values() for row in rows]
 
 
 if __name__ == "__main__":

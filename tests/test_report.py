@@ -100,21 +100,17 @@ def test_a_folder_of_metrics_alone_and_folders_without(tmp_path, capsys):
     assert not (tmp_path / "b.html").exists()
 
 
-@pytest.mark.parametrize("size, steps", [(10**6, 12), (2000, 4), (1, 1)])
+@pytest.mark.parametrize(
+    "size, steps", [(10**6, [*range(1, 13)]), (2000, [4, 8, 12]), (1, [8, 12])]
+)
 def test_samples_are_left_out_by_whole_steps(tmp_path, size, steps):
     """Evenly, and never the last step; a page of a long run stays small."""
     rows = [
-        {"step": step, "prompt": "x" * 200, "response": str(i)}
-        for step in range(1, 13)
-        for i in range(2)
+        {"step": step, "prompt": "x" * 200, "place": i} for step in range(1, 13) for i in (0, 1)
     ]
     write_rows(tmp_path / "samples.jsonl", rows)
-    kept = sorted(
-        {row["step"] for row in report.read_samples(str(tmp_path), "samples.jsonl", size)}
-    )
-    assert (
-        len(kept) == steps and kept[-1] == 12 and len({b - a for a, b in zip(kept, kept[1:])}) <= 1
-    )
+    kept = report.read_samples(str(tmp_path), "samples.jsonl", size)
+    assert kept == [row for row in rows if row["step"] in steps]
 
 
 def test_samples_are_read_line_by_line(tmp_path):
@@ -126,13 +122,15 @@ def test_samples_are_read_line_by_line(tmp_path):
     kept = report.read_samples(str(tmp_path), "samples.jsonl", 100_000)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert len(kept) == 20 and peak < 500_000
+    assert len(kept) == 17 and peak < 500_000
 
 
 def test_samples_have_their_tokens(tmp_path, monkeypatch):
     """Of evenly spread steps, as many as the page has room for; also of a folder of evaluate.py."""
     run = make_group(tmp_path / "a", 6)
-    monkeypatch.setattr(report, "TOKEN_BYTES", (tmp_path / "a/tokens.jsonl").stat().st_size // 2)
+    monkeypatch.setattr(
+        report, "TOKEN_BYTES", int((tmp_path / "a/tokens.jsonl").stat().st_size / 1.8)
+    )
     samples = [row for row in report.read_run(run, "a", 1)["samples"] if row["tokens"]]
     assert [row["step"] for row in samples] == [step for step in (2, 4, 6) for _ in range(4)]
     assert all(row["tokens"]["advantages"][0] == row["advantage"] for row in samples)
