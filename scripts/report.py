@@ -75,9 +75,9 @@ def page(folders: list[str], watch: bool = False) -> tuple[str, bool]:
     runs = [
         read_run(folder, name, len(folders)) for folder, name in zip(folders, run_names(folders))
     ]
-    keys = [without_seed(run) for run in runs]
-    for run, key in zip(runs, keys):
-        run["group"] = list(dict.fromkeys(keys)).index(key)
+    groups = {}  # number of each
+    for run in runs:
+        run["group"] = groups.setdefault(without_seed(run), len(groups))
     parts = jinja2.Environment(
         loader=jinja2.FileSystemLoader(f"{utils.ROOT}/assets/report"),
         autoescape=True,

@@ -2,12 +2,15 @@
 
 import html
 import json
+import math
 import shutil
 import tracemalloc
 
 import pytest
 import report
-from helpers import ROOT, read_lines, refused, write_rows
+from helpers import ROOT, read_lines, refuse, refused, write_rows
+
+from plumbing.run.log import append
 
 
 def make_run(folder, seed: int = 0, **args) -> str:
@@ -31,7 +34,7 @@ def data_of(page) -> dict:
     script.
     """
     text = page.read_text().partition('<script id="data" type="application/json">')[2]
-    return json.loads(text.partition("</script>")[0])
+    return json.loads(text.partition("</script>")[0], parse_constant=refuse)
 
 
 def make_group(folder, steps: int, texts=("4", "+", "3\n", "=7")) -> str:
@@ -62,12 +65,15 @@ def make_group(folder, steps: int, texts=("4", "+", "3\n", "=7")) -> str:
 
 
 def test_a_page_needs_no_network_and_no_sample_ends_its_data(tmp_path):
+    """Nor do numbers that JSON does not have."""
     page = tmp_path / "report.html"
     address = "http://me:secret@judge:9/x?key=secret"
-    report.main(
-        (make_run(tmp_path / "<i>run & more", reward=[address], dataset=address),), str(page)
-    )
+    flags = {"reward": [address], "dataset": address, "max_grad_norm": math.inf, "seed": 0}
+    folder = make_run(tmp_path / "<i>run & more", **flags)
+    append(f"{folder}/metrics.jsonl", [{"step": 12, "objective/scores": math.nan}])
+    report.main((folder,), str(page))
     text = page.read_text()
+    assert ">Infinity</td>" in text and ">0</td>" in text
     assert "secret" not in text and "http://judge:9/x" in text
     title = text.partition("<title>")[2].partition("</title>")[0]
     assert "<" not in title and html.unescape(title) == "<i>run & more"
@@ -75,7 +81,7 @@ def test_a_page_needs_no_network_and_no_sample_ends_its_data(tmp_path):
         word in text.lower() for word in ("src=", "<link", "@import", "url(http", "fetch(")
     )
     (run,) = data_of(page)["runs"]
-    assert run["samples"][1]["prompt"] == "</script><b>bold</b>" and run["steps"][-1] == 11
+    assert run["samples"][1]["prompt"] == "</script><b>bold</b>" and run["steps"][-1] == 12
     assert sum(row.get("held_out", False) for row in run["samples"]) == 3
     assert (
         run["metrics"]["eval/accuracy"][:5] == [0.0, None, None, None, 0.2] and not run["finished"]
@@ -265,13 +271,9 @@ def test_clicks(visit, three, width):
     page.select_option("#filter-run", "1")
     page.select_option("#filter-order", "oldest step")
     assert listed() == 12 and "step 0" in inner("#sample-list li >> nth=0")
-    turns = [page.locator(".columns .turn").nth(i).inner_text().split() for i in range(3)]
-    assert page.locator("#sample .turn >> nth=0").inner_text().split() == [
-        "reference",
-        "answer",
-        "12",
-    ]
+    turns = [text.split() for text in page.locator(".columns .turn").all_inner_texts()]
     assert turns == [["assistant", "29"], ["user", "?"], ["assistant", "5"]]
+    assert inner("#sample .turn >> nth=0").split() == "reference answer 12".split()
     # Two responses to a prompt, side by side.
     page.select_option("#filter-stop_reason", "stop")
     page.select_option("#filter-order", "newest step")
@@ -280,10 +282,7 @@ def test_clicks(visit, three, width):
     )
     page.click("#same-prompt tr >> text=answer 8 >> nth=0")
     assert page.locator('#same-prompt [aria-selected="true"]').count() == 2
-    assert [page.locator("#sample .card .text-block").nth(i).inner_text() for i in (0, 1)] == [
-        "answer 0",
-        "answer 8",
-    ]
+    assert page.locator("#sample .card .text-block").all_inner_texts() == ["answer 0", "answer 8"]
 
 
 @pytest.mark.parametrize("width", [1300, 390])
@@ -295,10 +294,9 @@ def test_tokens(visit, tmp_path, width):
     )
     page = visit(tmp_path / "page.html", width)
     cards = page.locator("#sample .card")
-    classes = lambda card: [
-        cards.nth(card).locator(".block span").nth(i).get_attribute("class").split()
-        for i in range(4)
-    ]
+    of_spans = "spans => spans.map(span => [...span.classList])"
+    classes = lambda card: cards.nth(card).locator(".block span").evaluate_all(of_spans)
+    counts = lambda text: [each.count(text) for each in cards.all_inner_texts()]
     # The group: the first one is pushed down, the second not at all, the last one has no push.
     assert cards.count() == 4 and page.input_value("#colour") == "push"
     assert classes(0) == [["down"], ["down", "clipped"], ["none"], ["down"]]
@@ -306,8 +304,7 @@ def test_tokens(visit, tmp_path, width):
     assert page.inner_text("#lowest") == "-0.503" and page.inner_text("#highest") == "0.503"
     assert "blue: more likely" in page.inner_text("#scale")
     assert "4 responses of a group at step 2; mean math 0.5 ± 0.577" in page.inner_text("#sample")
-    assert [cards.nth(i).inner_text().count("chosen in the list") for i in range(4)] == [1, 0, 0, 0]
-    assert [cards.nth(i).inner_text().count("advantage -1") for i in range(4)] == [1, 0, 0, 0]
+    assert counts("chosen in the list") == counts("advantage -1") == [1, 0, 0, 0]
     cards.nth(2).locator("span.up").first.hover()
     assert page.inner_text("#token").split("\n") == [
         '1: "4"',
@@ -330,7 +327,7 @@ def test_tokens(visit, tmp_path, width):
     page.select_option("#colour", "my_number")
     page.select_option("#filter-order", "step 1")
     assert "up" in classes(3)[0] and page.inner_text("#highest") == "0.2"
-    page.click("#same-prompt tr:has(td:text-is('b')) >> nth=1")
+    page.locator("#same-prompt tr:has(td:text-is('b')) button").nth(1).press("Enter")
     chosen = "[...document.querySelectorAll('#sample .card')].map(card => card.id)"
     assert page.evaluate(chosen) == ["a/false/2/0", "b/false/1/1"]
     shares = [cards.nth(i).locator("span.up").first.get_attribute("style") for i in (0, 1)]
@@ -340,6 +337,11 @@ def test_tokens(visit, tmp_path, width):
     assert page.input_value("#colour") == "my_number" and "up" in classes(1)[0]
     page.select_option("#colour", "")
     assert not page.locator(".tokens").count() and page.locator("#scale").is_hidden()
+    # Run a has the prompt at two steps, run b at one.
+    alone = "No other response to this prompt is in the page from b."
+    assert alone not in page.inner_text("#sample")
+    page.select_option("#filter-run", "1")
+    assert alone in page.inner_text("#sample")
 
 
 def test_every_step_of_a_long_run_can_be_reached(visit, tmp_path):
