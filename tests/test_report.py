@@ -29,12 +29,12 @@ def make_run(folder, seed: int = 0, **args) -> str:
     return str(folder)
 
 
-def data_of(page) -> dict:
-    """Return the data in a page, read as a browser reads it: up to the first end tag of a
+def data_of(page) -> list[dict]:
+    """Return the runs in a page, read as a browser reads it: up to the first end tag of a
     script.
     """
     text = page.read_text().partition('<script id="data" type="application/json">')[2]
-    return json.loads(text.partition("</script>")[0], parse_constant=refuse)
+    return json.loads(text.partition("</script>")[0], parse_constant=refuse)["runs"]
 
 
 def make_group(folder, steps: int, texts=("4", "+", "3\n", "=7")) -> str:
@@ -80,7 +80,7 @@ def test_a_page_needs_no_network_and_no_sample_ends_its_data(tmp_path):
     assert not any(
         word in text.lower() for word in ("src=", "<link", "@import", "url(http", "fetch(")
     )
-    (run,) = data_of(page)["runs"]
+    (run,) = data_of(page)
     assert run["samples"][1]["prompt"] == "</script><b>bold</b>" and run["steps"][-1] == 12
     assert sum(row.get("held_out", False) for row in run["samples"]) == 3
     assert (
@@ -91,7 +91,7 @@ def test_a_page_needs_no_network_and_no_sample_ends_its_data(tmp_path):
 def test_a_folder_of_metrics_alone_and_folders_without(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "objective/scores": 0.5}\n{"step": 2, "x')
     report.main((str(tmp_path),), str(tmp_path / "a.html"))
-    (run,) = data_of(tmp_path / "a.html")["runs"]
+    (run,) = data_of(tmp_path / "a.html")
     assert (
         run["steps"] == [1] and run["metrics"] == {"objective/scores": [0.5]} and run["args"] == {}
     )
@@ -106,9 +106,7 @@ def test_a_folder_of_metrics_alone_and_folders_without(tmp_path, capsys):
     assert not (tmp_path / "b.html").exists()
 
 
-@pytest.mark.parametrize(
-    "size, steps", [(10**6, [*range(1, 13)]), (2000, [4, 8, 12]), (1, [8, 12])]
-)
+@pytest.mark.parametrize("size, steps", [(10**6, range(1, 13)), (2000, [4, 8, 12]), (1, [8, 12])])
 def test_samples_are_left_out_by_whole_steps(tmp_path, size, steps):
     """Evenly, and never the last step; a page of a long run stays small."""
     rows = [
@@ -158,17 +156,17 @@ def test_watch_writes_the_page_until_the_run_has_ended(tmp_path, monkeypatch):
     (tmp_path / "args.json").write_text('{"args": {"seed": 1}}')
 
     def go_on(_):
-        assert reloads() and not data_of(page)["runs"][0]["steps"]
+        assert reloads() and not data_of(page)[0]["steps"]
         make_group(tmp_path, 2)
         (tmp_path / "final").mkdir()
 
     monkeypatch.setattr(report.time, "sleep", go_on)
     report.main((str(tmp_path),), str(page), watch=True)
-    assert data_of(page)["runs"][0]["steps"] == [1, 2] and not reloads()
+    assert data_of(page)[0]["steps"] == [1, 2] and not reloads()
 
 
 def test_runs_that_differ_by_their_seed_share_a_group(three):
-    assert [run["group"] for run in data_of(three)["runs"]] == [0, 0, 1]
+    assert [run["group"] for run in data_of(three)] == [0, 0, 1]
 
 
 # ---- in a browser --------------------------------------------------------------------------------
@@ -238,16 +236,14 @@ def test_clicks(visit, three, width):
     assert "0.625 ± 0.0354" in inner(f"{card} .readout")
     page.wait_for_timeout(200)
     ink = f"document.querySelector('{card} canvas').toDataURL()"
-    pictures = [page.evaluate(ink)]
     for action in (
         lambda: page.fill("#smooth", "0.9"),
         lambda: page.check("#log"),
         lambda: page.uncheck("#legend input >> nth=1"),
     ):
+        before = page.evaluate(ink)
         action()
-        page.wait_for_function(f"before => {ink} !== before", arg=pictures[-1])
-        pictures.append(page.evaluate(ink))
-    assert len(set(pictures)) == len(pictures)
+        page.wait_for_function(f"before => {ink} !== before", arg=before)
     page.hover(f"{card} .u-over")
     assert "step" in inner(f"{card} .readout")
     page.fill("#metric-search", "entropy")
@@ -367,10 +363,7 @@ def test_every_step_of_a_long_run_can_be_reached(visit, tmp_path):
     assert listed.count() == 4
     listed.first.click()
     page.keyboard.press("ArrowDown")
-    assert (
-        "step 51 · math 1" in chosen()
-        and page.inner_text("#sample .chosen").count("advantage 2") == 1
-    )
+    assert "step 51 · math 1" in chosen() and "advantage 2" in page.inner_text("#sample .chosen")
     page.keyboard.press("ArrowDown")
     assert "step 51 · math 0" in chosen()
     assert page.inner_text("#same-prompt thead").split()[0] == "step"
