@@ -98,7 +98,7 @@ def hour_ahead(folder: Path) -> dict:
     """Return the environment of processes whose wall clock is an hour ahead."""
     if not (compiler := shutil.which("cc")):
         pytest.skip("needs a C compiler")
-    library = str(folder / "clock.so")
+    library = f"{folder}/clock.so"
     line = [compiler, "-shared", "-fPIC", "tests/faults/clock.c", "-o", library]
     subprocess.run(line, check=True, cwd=ROOT)
     environment = {"LD_PRELOAD": library}
