@@ -33,8 +33,8 @@ from plumbing.run.log import (
 SAMPLE_BYTES = 6_000_000
 TOKEN_BYTES = 12_000_000
 RELOAD_SECONDS = 20  # with --watch
-# Flags that runs of a group differ by.
-NAMES = {"seed", "run_name", "output_dir", "resume", "track"}
+# Flags that runs of a group, which share a curve, may differ by.
+OF_ONE_RUN = {"seed", "run_name", "output_dir", "resume", "track"}
 
 
 def main(
@@ -96,9 +96,9 @@ def page(folders: list[str], watch: bool = False) -> tuple[str, bool]:
     return text, running
 
 
-def read_run(folder: str, name: str, runs: int) -> dict:
-    """Return what the page has of a run; `runs` share the bytes for samples. A folder of metrics
-    alone, or of a run before its first step, will do.
+def read_run(folder: str, name: str, count: int) -> dict:
+    """Return what the page has of one of `count` runs, which share the room for samples. A folder
+    of metrics alone, or of a run before its first step, will do.
     """
     facts = read_args(folder)
     rows = list(read_log(folder))
@@ -110,9 +110,9 @@ def read_run(folder: str, name: str, runs: int) -> dict:
     if not rows and not facts:
         raise ValueError(f"{folder} has no args.json and no metrics.jsonl with a whole line")
     names = dict.fromkeys(name for row in rows for name in row if name not in ("step", "episode"))
-    size = SAMPLE_BYTES // 2 // runs
+    size = SAMPLE_BYTES // 2 // count  # of training, and as much of evaluations
     samples = read_samples(folder, "samples.jsonl", size)
-    tokens = read_samples(folder, "tokens.jsonl", TOKEN_BYTES // runs)
+    tokens = read_samples(folder, "tokens.jsonl", TOKEN_BYTES // count)
     of_sample = {(row["step"], row["sample"]): row for row in tokens}
     for row in samples:
         row["held_out"] = bool(evaluated)
@@ -133,7 +133,7 @@ def without_seed(run: dict) -> str:
     """Return what the runs of a group share: script and flags, but for seed and names. A run
     without flags is alone.
     """
-    flags = {name: x for name, x in run["args"].items() if name not in NAMES}
+    flags = {name: x for name, x in run["args"].items() if name not in OF_ONE_RUN}
     return json.dumps([run.get("script"), flags], sort_keys=True) if flags else run["name"]
 
 
@@ -147,14 +147,14 @@ def read_samples(folder: str, name: str, size: int) -> list[dict]:
     without a step is of step 0.
 
     n is 1, and doubles whenever the rows of every n-th step take more than `size` bytes. So the
-    log is read once, and a step that is left out takes no memory. The steps of a higher n are among
-    those of a lower n: what has its tokens in the page is in the page.
+    log is read once, and a step that is left out takes no memory. The steps of a higher n, which
+    tokens need, are among those of a lower n.
     """
-    rows = ({"step": 0, **row} for row in read_log(folder, name))
+    log = ({"step": 0, **row} for row in read_log(folder, name))
     every, used = 1, 0
     kept = {}  # step: rows
     step, last = 0, []
-    for step, group in groupby(rows, itemgetter("step")):
+    for step, group in groupby(log, itemgetter("step")):
         last = [{**row, "place": place} for place, row in enumerate(group)]
         if step % every == 0:
             kept[step] = last

@@ -304,7 +304,7 @@ def test_tokens(visit, tmp_path, width):
     cards.nth(2).locator("span.up").first.hover()
     assert page.inner_text("#token").split("\n") == [
         '1: "4"',
-        "push: 0.503",  # 1 - exp(-0.7)
+        "push: 0.5034",  # 1 - exp(-0.7)
         "advantage: 1",
         "log-prob by sampler: -0.5 (60.7%)",
         "log-prob by policy: -0.7 (49.7%)",
@@ -334,7 +334,7 @@ def test_tokens(visit, tmp_path, width):
     page.select_option("#colour", "")
     assert not page.locator(".tokens").count() and page.locator("#scale").is_hidden()
     # Run a has the prompt at two steps, run b at one.
-    alone = "No other response to this prompt is in the page from b."
+    alone = "Besides this group, the page has no response to this prompt from b."
     assert alone not in page.inner_text("#sample")
     page.select_option("#filter-run", "1")
     assert alone in page.inner_text("#sample")

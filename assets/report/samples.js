@@ -54,7 +54,7 @@ function open(sample, other) {
   const alike = SAMPLES.filter((one) => one.prompt === sample.prompt).sort((a, b) => distance(a) - distance(b));
   const group = alike.filter((one) => ["run", "step", "held_out"].every((key) => one[key] === sample[key]));
   const shown = [sample, ...(other ? [other] : group.filter((one) => one !== sample))];
-  const without = RUNS.filter((_, number) => alike.every((one) => one.run !== number || group.includes(one))).map((run) => run.name);
+  const lacking = RUNS.filter((_, i) => alike.every((one) => one.run !== i || group.includes(one))).map((run) => run.name).join(", ");
   const rows = alike.map((one) => {
     const text = element("button", {}, one.response.slice(0, 80) || "(empty)");
     const facts = [RUNS[one.run].name, one.step, ...SCORES.map((key) => format(one[key])), one.stop_reason ?? "", text];
@@ -70,7 +70,7 @@ function open(sample, other) {
     element("p", { className: "label" }, other || group.length < 2 ? null : summary(group)),
     div("columns", shown.map((one) => card(one, scale, one === sample && shown.length > 1))),
     element("p", { className: "label" }, "responses to this prompt, nearest step first; choose one to compare it alone"), div("wide", table),
-    element("p", { className: "label" }, without.length ? `No other response to this prompt is in the page from ${without.join(", ")}.` : null));
+    element("p", { className: "label" }, lacking && `Besides this group, the page has no response to this prompt from ${lacking}.`));
 }
 
 /** Return the line above a group, of which the log may have a part. */

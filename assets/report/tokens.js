@@ -51,11 +51,11 @@ function drawTokens(tokens, scale) {
   return place;
 }
 
-/** Show the numbers of a token in the line at the bottom of the window: log-probs with their probability. */
+/** Show the numbers of a token, of which the log has four digits, at the bottom of the window: log-probs with their probability. */
 function showToken(tokens, i) {
   const text = (name, x = numberOf(tokens, name, i)) => {
     if (["clipped", "trains"].includes(name)) return x ? "yes" : "no";
-    return format(x) + (name.endsWith("logprobs") ? ` (${format(100 * Math.exp(x))}%)` : "");
+    return format(x, 4) + (name.endsWith("logprobs") ? ` (${format(100 * Math.exp(x))}%)` : "");
   };
   const known = [...$("colour").options].filter((option) => !Number.isNaN(numberOf(tokens, option.value, i)));
   const parts = ({ title, text: name, value }) => element("span", { title }, `${name}: `, element("b", {}, text(value)));
