@@ -263,9 +263,9 @@ def plain(messages: list[dict]) -> list[dict]:
 
     A key without a value counts as none. A result has the name of the call that its id belongs to.
     """
-    given = [{"content": ""} | {name: x for name, x in turn.items() if x} for turn in messages]
+    given = [{name: x for name, x in turn.items() if x} for turn in messages]
     for message in given:
-        for part in message["content"]:
+        for part in message.get("content", ()):
             if isinstance(part, dict) and part.get("type") != "text":
                 raise ValueError(
                     f"a part of type {part.get('type')!r} is not supported, only text is"

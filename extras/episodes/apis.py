@@ -81,7 +81,8 @@ def add_turn(messages: list[dict], turn: dict) -> None:
         if kind == "thinking":
             message["reasoning_content"] = part["thinking"]
         elif kind == "tool_use":
-            function = {"name": part["name"], "arguments": part["input"]}
+            # As text, in which a key that is null is kept, as in the call that the policy wrote.
+            function = {"name": part["name"], "arguments": json.dumps(part["input"])}
             message["tool_calls"].append({"id": part["id"], "function": function})
         elif kind == "tool_result":
             content = parts(part.get("content") or "")
@@ -175,7 +176,7 @@ def turn_of(item: dict) -> dict:
         thought = "".join(part["text"] for part in item.get("content") or ())
         return {"role": "assistant", "content": [{"type": "thinking", "thinking": thought}]}
     if kind == "function_call":
-        part = renamed({**item, "id": item["call_id"]}, {"arguments": "input"})
+        part = {**item, "id": item["call_id"], "input": json.loads(item["arguments"] or "{}")}
         return {"role": "assistant", "content": [{**part, "type": "tool_use"}]}
     if kind == "function_call_output":
         part = renamed(item, {"call_id": "tool_use_id", "output": "content"})

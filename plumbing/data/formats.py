@@ -196,8 +196,11 @@ def read_prompt(where: str, row: dict, column: str):
 
     Messages end with the assistant's turn if the row has it there.
     """
-    for name in MEDIA:
-        if is_filled(row.get(name)):
+    for name, value in row.items():
+        # A file, as `datasets` stores it, or a list with one.
+        parts = value if isinstance(value, list) else [value]
+        has_file = any(isinstance(part, dict) and "bytes" in part for part in parts)
+        if has_file or (name in MEDIA and is_filled(value)):
             raise UserError(
                 f"{where}: has {name}, and only text is read; without it, remove the column"
             )

@@ -3,6 +3,8 @@
 A key of a message that nothing reads is an error.
 """
 
+import json
+from itertools import groupby
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -10,7 +12,6 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    Json,
     TypeAdapter,
     ValidationInfo,
     field_validator,
@@ -39,13 +40,13 @@ class Function(Strict):
     """What a turn calls, and with which arguments, an object or its text."""
 
     name: str
-    arguments: dict[str, Any] | Json[dict[str, Any]] = {}
+    arguments: dict[str, Any] = {}
 
     @field_validator("arguments", mode="before")
     @classmethod
-    def without_arguments(cls, value: Any):
-        """Read "", too."""
-        return value or {}
+    def as_object(cls, value: Any):
+        """Read JSON text, "" and null, too: whatever a model writes, pydantic's Json does not."""
+        return (json.loads(value or "{}") if isinstance(value, str) else value) or {}
 
 
 class ToolCall(Strict):
@@ -66,20 +67,13 @@ class Message(Strict):
     """A turn of a conversation."""
 
     role: str
-    content: str | list[TextPart]
+    content: str | list[TextPart] = ""
     tool_calls: list[ToolCall] = Field(default_factory=list)  # [] would be copied each time
     thought: str = Field("", validation_alias=AliasChoices(*THOUGHTS))
     name: str | None = None
     tool_call_id: str | None = None
     # 0 for a turn of the assistant that is not learned; other turns never are
     weight: Literal[0, 1, False, True] = Field(1, validation_alias=AliasChoices("weight", "train"))
-
-    @model_validator(mode="before")
-    @classmethod
-    def with_content(cls, value: Any):
-        """Give a turn of calls or of a thought alone a content."""
-        alone = isinstance(value, dict) and {"tool_calls", *THOUGHTS} & value.keys()
-        return {"content": "", **value} if alone else value
 
     @field_validator("weight")
     @classmethod
@@ -132,14 +126,20 @@ def without_nulls(value: Any):
 def read_messages(where: str, turns: Any, role: str = "user") -> list[Message]:
     """Return messages as they are checked; raise a UserError, with the turn and key, if they are none.
 
-    A key that is null counts as none.
+    A key that is null counts as none. Results of tools are put into the order of their calls, as
+    many chat templates do not write the ids.
 
     Args:
         turns: messages, or the text of the only one. role: of the text.
     """
     if isinstance(turns, str):
         turns = [{"role": role, "content": turns}]
-    return validate(where, without_nulls(turns), MESSAGES, "turn")
+    made: list[Message] = []
+    messages = validate(where, without_nulls(turns), MESSAGES, "turn")
+    for _, of_role in groupby(messages, lambda message: message.role):
+        places = {call.id: i for message in made[-1:] for i, call in enumerate(message.tool_calls)}
+        made += sorted(of_role, key=lambda message: places.get(message.tool_call_id, 0))
+    return made
 
 
 def is_turn_of_assistant(messages: Any) -> bool:

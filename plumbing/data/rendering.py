@@ -56,7 +56,14 @@ class Rendering:
         if self.tools:
             raise UserError(f"{where}: has tools of its own beside --tools")
         schemas = without_nulls(validate(f"{where}: tools", row["tools"], SCHEMAS, "tool"))
-        return [x if "function" in x else {"type": "function", "function": x} for x in schemas]
+        tools = [x if "function" in x else {"type": "function", "function": x} for x in schemas]
+        if self.has_template:
+            with as_user_error(f"{where}: the chat template of --model"):
+                marked = with_marks(tools, "TOOL")
+                text = apply_template(self.tokenizer, [{"role": "user", "content": "x"}], marked)
+                if not all(tool["function"]["name"] in text for tool in marked):
+                    raise ValueError("does not show tools")
+        return tools
 
     def dialogue(self, messages: list[Message]) -> list[dict]:
         """Return messages as dicts, with the system turn."""
@@ -73,13 +80,16 @@ class Rendering:
         """
         if not messages:
             raise UserError(f"{where} prompt: has no turn before that of the assistant")
-        if not messages[-1]["content"].strip() and len(messages[-1]) == 2:
+        if not messages[-1]["content"].strip() and messages[-1]["role"] not in (
+            "assistant",
+            "tool",
+        ):
             raise UserError(f"{where}: the last turn of the prompt is empty")
         if self.has_template:
             # The template has written the special tokens.
             with as_user_error(f"{where}: the chat template of --model"):
                 write = lambda turns: apply_template(self.tokenizer, turns, tools, prompt=True)
-                return Text(where, shown(write, messages, tools))
+                return Text(where, shown(write, messages))
         added = messages[0] == {"role": "system", "content": self.system_prompt}
         several = "several turns" if len(messages) > 1 + added else ""
         if several or tools:
@@ -109,9 +119,16 @@ class Rendering:
             messages: of the prompt. query: of `prompt`. turn: a message, as `dialogue` gives it.
         """
         if self.has_template:
+            conversation = [*messages, turn]
+            write = functools.partial(apply_template, self.tokenizer, tools=tools)
             with as_user_error(f"{where}: the chat template of --model"):
-                whole = apply_template(self.tokenizer, [*messages, turn], tools)
+                whole = write(conversation)
+                if "tool_calls" in turn:
+                    shown(write, conversation)
             text = whole.removeprefix(query.text)
+            if text == whole:  # it has changed earlier turns, or does not begin this one so
+                header = query.text.removeprefix(write(messages))
+                text = whole.rpartition(header or whole)[2]
             stops = [stop for stop in self.stops if stop in text]
             end = min((text.index(stop) + len(stop) for stop in stops), default=len(text.rstrip()))
             response = Text(where, text[:end], is_learned=True, before=query.text)
@@ -209,28 +226,35 @@ def form_of_template(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple
     return next(thoughts, THOUGHTS[0]), wants_text, shows_parts and not shows_text
 
 
-def shown(
-    write: Callable[[list[dict]], str], messages: list[dict], tools: list[dict] | None = None
-) -> str:
+def shown(write: Callable[[list[dict]], str], messages: list[dict]) -> str:
     """Return what a chat template writes of messages; raise ValueError if it leaves out a part of
-    them, earlier thoughts excepted, or the name of a tool. The template may raise any exception.
+    them, earlier thoughts excepted. The template may raise any exception.
 
     Args:
         write: returns the text of messages, with CUTs.
     """
     text = write(messages)
-    # A short content may occur by chance, so it is looked for as a longer one.
-    marked = [
-        turn | {"content": f"TEXT-{i}."} if len(turn["content"].strip()) in range(1, 8) else turn
-        for i, turn in enumerate(messages)
-    ]
+    marked = []
+    for number, turn in enumerate(messages):
+        # A short content may occur by chance, so it is looked for as a longer one.
+        if len(turn["content"].strip()) in range(1, 8):
+            turn = turn | {"content": f"TEXT-{number}."}
+        if "tool_calls" in turn:
+            turn = turn | {"tool_calls": with_marks(turn["tool_calls"], f"CALL-{number}")}
+        marked.append(turn)
     found = (text if marked == messages else write(marked)).replace(CUT, "")
     for number, turn in enumerate(marked, 1):
         if not all(occurs(part, found) for part in said(turn)):
             raise ValueError(f"does not show turn {number}, of {turn['role']}")
-    if not all(occurs(tool["function"]["name"], found) for tool in tools or ()):
-        raise ValueError("does not show tools")
     return text
+
+
+def with_marks(functions: list[dict], mark: str) -> list[dict]:
+    """Return tools or calls with names that occur nowhere by chance, nor twice."""
+    return [
+        {**x, "function": {**x["function"], "name": f"{mark}-{i}."}}
+        for i, x in enumerate(functions)
+    ]
 
 
 def said(message: dict, thoughts: bool = False) -> list[str]:
