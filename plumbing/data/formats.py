@@ -197,10 +197,8 @@ def read_prompt(where: str, row: dict, column: str):
     Messages end with the assistant's turn if the row has it there.
     """
     for name, value in row.items():
-        # A file, as `datasets` stores it, or a list with one.
-        parts = value if isinstance(value, list) else [value]
-        has_file = any(isinstance(part, dict) and "bytes" in part for part in parts)
-        if has_file or (name in MEDIA and is_filled(value)):
+        is_file = isinstance(value, dict) and "bytes" in value  # as `datasets` stores it
+        if is_file or (name in MEDIA and is_filled(value)):
             raise UserError(
                 f"{where}: has {name}, and only text is read; without it, remove the column"
             )
@@ -224,7 +222,7 @@ def read_answer(where: str, row: dict, column: str | None, last_turn: str | None
     if answer is None and is_filled(row.get("instruction_id_list")):
         answer = {"instruction_id": row["instruction_id_list"], "kwargs": row.get("kwargs")}
     if is_turn_of_assistant(answer):  # TRL's completions are messages, too
-        answer = read_messages(where, answer)[-1].text
+        answer = read_messages(where, answer)[-1].content
     return answer
 
 

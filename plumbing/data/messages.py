@@ -29,13 +29,6 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class TextPart(Strict):
-    """A part of a message's content; images and the like are refused."""
-
-    type: Literal["text"]
-    text: str
-
-
 class Function(Strict):
     """What a turn calls, and with which arguments, an object or its text."""
 
@@ -67,13 +60,27 @@ class Message(Strict):
     """A turn of a conversation."""
 
     role: str
-    content: str | list[TextPart] = ""
+    content: str = ""
     tool_calls: list[ToolCall] = Field(default_factory=list)  # [] would be copied each time
     thought: str = Field("", validation_alias=AliasChoices(*THOUGHTS))
     name: str | None = None
     tool_call_id: str | None = None
     # 0 for a turn of the assistant that is not learned; other turns never are
     weight: Literal[0, 1, False, True] = Field(1, validation_alias=AliasChoices("weight", "train"))
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def joined(cls, value: Any):
+        """Join the parts of a content; images and the like are refused."""
+        if not isinstance(value, list):
+            return value
+        for part in value:
+            if not isinstance(part, dict) or part != {
+                "type": "text",
+                "text": str(part.get("text")),
+            }:
+                raise ValueError(f"only parts of type text are read, not {part!r:.80}")
+        return "".join(part["text"] for part in value)
 
     @field_validator("weight")
     @classmethod
@@ -85,22 +92,15 @@ class Message(Strict):
     @property
     def says(self) -> bool:
         """Whether the message has a text, a call or a thought."""
-        return bool(self.text.strip() or self.tool_calls or self.thought)
+        return bool(self.content.strip() or self.tool_calls or self.thought)
 
     @property
     def is_learned(self) -> bool:
         """Whether the message is a turn of the assistant to learn, where rows are learned from."""
         return self.role == "assistant" and bool(self.weight) and self.says
 
-    @property
-    def text(self) -> str:
-        """The content, its parts joined."""
-        if isinstance(self.content, str):
-            return self.content
-        return "".join(part.text for part in self.content)
-
     def as_dict(self) -> dict:
-        """Return what the message says: its content as text, and its other keys but the weight."""
+        """Return what the message says: its content, and its other keys but the weight."""
         calls = [call.model_dump(exclude_none=True) for call in self.tool_calls]
         given = {
             "role": self.role,
@@ -108,7 +108,7 @@ class Message(Strict):
             "tool_call_id": self.tool_call_id,
             "tool_calls": calls or None,
             THOUGHTS[0]: self.thought or None,
-            "content": self.text,
+            "content": self.content,
         }
         return {name: value for name, value in given.items() if value is not None}
 

@@ -59,9 +59,8 @@ class Rendering:
         tools = [x if "function" in x else {"type": "function", "function": x} for x in schemas]
         if self.has_template:
             with as_user_error(f"{where}: the chat template of --model"):
-                marked = with_marks(tools, "TOOL")
-                text = apply_template(self.tokenizer, [{"role": "user", "content": "x"}], marked)
-                if not all(tool["function"]["name"] in text for tool in marked):
+                text = apply_template(self.tokenizer, [{"role": "user", "content": "x"}], tools)
+                if not all(occurs(tool["function"]["name"], text) for tool in tools):
                     raise ValueError("does not show tools")
         return tools
 
@@ -80,10 +79,7 @@ class Rendering:
         """
         if not messages:
             raise UserError(f"{where} prompt: has no turn before that of the assistant")
-        if not messages[-1]["content"].strip() and messages[-1]["role"] not in (
-            "assistant",
-            "tool",
-        ):
+        if not messages[-1]["content"].strip() and messages[-1]["role"] == "user":
             raise UserError(f"{where}: the last turn of the prompt is empty")
         if self.has_template:
             # The template has written the special tokens.
@@ -184,13 +180,19 @@ def for_template(messages: list[dict], tokenizer: PreTrainedTokenizerBase) -> li
         if as_parts:
             message["content"] = [{"type": "text", "text": message["content"]}]
         if as_text and "tool_calls" in message:
-            calls = [{**call, "function": {**call["function"]}} for call in message["tool_calls"]]
-            for call in calls:
-                arguments = call["function"]["arguments"]
-                call["function"]["arguments"] = json.dumps(arguments, ensure_ascii=False)
-            message["tool_calls"] = calls
+            message["tool_calls"] = [
+                with_changes(
+                    call, arguments=json.dumps(call["function"]["arguments"], ensure_ascii=False)
+                )
+                for call in message["tool_calls"]
+            ]
         made.append(message)
     return made
+
+
+def with_changes(call: dict, **values: str) -> dict:
+    """Return a call with other values of its function."""
+    return call | {"function": call["function"] | values}
 
 
 @functools.cache
@@ -236,25 +238,19 @@ def shown(write: Callable[[list[dict]], str], messages: list[dict]) -> str:
     text = write(messages)
     marked = []
     for number, turn in enumerate(messages):
-        # A short content may occur by chance, so it is looked for as a longer one.
+        # A short content or a name may occur by chance, so longer ones are looked for.
         if len(turn["content"].strip()) in range(1, 8):
             turn = turn | {"content": f"TEXT-{number}."}
-        if "tool_calls" in turn:
-            turn = turn | {"tool_calls": with_marks(turn["tool_calls"], f"CALL-{number}")}
-        marked.append(turn)
+        calls = [
+            with_changes(call, name=f"CALL-{number}-{i}.")
+            for i, call in enumerate(turn.get("tool_calls", ()))
+        ]
+        marked.append(turn | {"tool_calls": calls} if calls else turn)
     found = (text if marked == messages else write(marked)).replace(CUT, "")
     for number, turn in enumerate(marked, 1):
         if not all(occurs(part, found) for part in said(turn)):
             raise ValueError(f"does not show turn {number}, of {turn['role']}")
     return text
-
-
-def with_marks(functions: list[dict], mark: str) -> list[dict]:
-    """Return tools or calls with names that occur nowhere by chance, nor twice."""
-    return [
-        {**x, "function": {**x["function"], "name": f"{mark}-{i}."}}
-        for i, x in enumerate(functions)
-    ]
 
 
 def said(message: dict, thoughts: bool = False) -> list[str]:
