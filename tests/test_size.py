@@ -88,15 +88,15 @@ def table() -> dict[str, tuple[int, int]]:
     plumbing = [path for path in ROOT.glob("plumbing/**/*.py") if path.read_text()]
     everything = ("*.py", "plumbing/**/*.py", "extras/**/*.py", "scripts/**/*.py", "assets/**/*.py")
     rows = {
-        "Python outside tests, tokens": (tokens(*everything), 108_490),
-        "plumbing/, tokens": (tokens("plumbing/**/*.py"), 43_880),
-        "extras/, tokens": (tokens("extras/**/*.py"), 24_190),
+        "Python outside tests, tokens": (tokens(*everything), 108_670),
+        "plumbing/, tokens": (tokens("plumbing/**/*.py"), 44_080),
+        "extras/, tokens": (tokens("extras/**/*.py"), 24_160),
         "plumbing/, files": (len(plumbing), 37),
         "plumbing/, files outside of its folders": (
             sum(path.parent.name == "plumbing" for path in plumbing),
             3,
         ),
-        "tests/, tokens": (tokens("tests/**/*.py"), 160_490),
+        "tests/, tokens": (tokens("tests/**/*.py"), 160_380),
         "web files of the report, lines": (
             lines(*(f"assets/report/*.{end}" for end in ("js", "css", "html"))),
             560,
