@@ -52,6 +52,8 @@ def messages_to_chat(body: dict) -> dict:
     turns = body["messages"]
     if system := request.pop("system", None):
         turns = [{"role": "system", "content": system}, *turns]
+    # An answer would go on in the assistant's last turn, which is refused by this name.
+    request["continue_final_message"] = turns[-1]["role"] == "assistant"
     request["messages"] = []
     for turn in turns:
         add_turn(request["messages"], turn)
@@ -163,7 +165,7 @@ def responses_to_chat(body: dict) -> dict:
     request["tools"] = [renamed(tool, {"parameters": "input_schema"}) for tool in tools]
     if choice := body.get("tool_choice"):
         request["tool_choice"] = {"type": choice}
-    return messages_to_chat(request)
+    return messages_to_chat(request) | {"continue_final_message": False}  # it never does there
 
 
 def turn_of(item: dict) -> dict:

@@ -70,7 +70,8 @@ def read_alpaca(where: str, row: dict, instruction: Any):
     """Return Alpaca's instruction and `input`, behind its `system` and `history`."""
     prompt = read_messages_or_text(where, row, instruction)
     if is_filled(row.get("input")):
-        prompt = f"{prompt}\n\n{row['input']}"
+        texts = [prompt, row["input"]]
+        prompt = "\n\n".join(validate(f"{where}: instruction, input", texts, TURNS, "text"))
     history = []
     for texts in validate(f"{where}: history", row.get("history") or [], EXCHANGES, "turn"):
         history += [{"role": r, "content": x} for r, x in zip(("user", "assistant"), texts)]
