@@ -25,7 +25,7 @@ from typing import Iterator, Literal
 import repository  # noqa: F401
 from aiohttp import web
 from aiohttp.log import server_logger
-from pydantic import BaseModel, model_validator
+from pydantic import BaseModel, FiniteFloat, model_validator
 from pydantic.dataclasses import dataclass
 from server_key import has_key, require_key
 from yarl import URL
@@ -73,7 +73,7 @@ class Request(BaseModel):
     """The body of a request."""
 
     src: list[str]
-    tgt: list[str | bool | int | float | None]
+    tgt: list[str | bool | int | FiniteFloat | None]
     response: list[str]
     messages: list[list[dict] | None] | None = None
     turns: list[list[dict]] | None = None

@@ -126,14 +126,14 @@ def contexts_of(conversation: Conversation) -> list[tuple]:
     ]
 
 
-CALL = '<tool_call>\n{"name":   "add", "arguments": {"a":1,"b" : 2}}\n</tool_call>'
+CALL = '<tool_call>\n{"name":   "add", "arguments": {"a":1,"b" : null}}\n</tool_call>'
 LINEAR = """
 first = ask(user("1+2?"), tools=tools)
 assert first.finish_reason == "tool_calls" and first.message.content == "", first
 call, = first.message.tool_calls
-assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1, "b": 2})
+assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1, "b": None})
 again = {"role": "assistant", "content": None, "refusal": None, "annotations": [], "tool_calls": [
-    {"id": call.id, "type": "function", "function": {"name": "add", "arguments": '{"b":2, "a" : 1}'}}]}
+    {"id": call.id, "type": "function", "function": {"name": "add", "arguments": '{"b":null, "a" : 1}'}}]}
 result = {"role": "tool", "tool_call_id": call.id, "content": [{"type": "text", "text": "3<|im_end|>"}]}
 second = ask(user("1+2?"), again, result, tools=tools)
 assert second.finish_reason == "tool_calls"
@@ -179,7 +179,7 @@ while True:
     calls = [item for item in answer.output if item.type == "function_call"]
     if not calls:
         break
-    assert json.loads(calls[0].arguments) == {"a": 1, "b": 2} and not answer.output_text
+    assert json.loads(calls[0].arguments) == {"a": 1, "b": None} and not answer.output_text
     given += [{"type": "function_call_output", "call_id": call.call_id, "output": "3"} for call in calls]
 assert answer.output[0].content[0].text == "Sure." and answer.usage.output_tokens > 10
 said.append(answer.output_text)
@@ -194,7 +194,7 @@ client = anthropic.Anthropic(base_url=url.removesuffix("/v1"), api_key="none", m
 function = dict(tools[0]["function"])
 function["input_schema"] = function.pop("parameters")
 system = [{"type": "text", "text": "Add.", "cache_control": {"type": "ephemeral"}}]
-options = dict(model="m", max_tokens=99, system=system, tools=[function], tool_choice={"type": "auto"})
+options = dict(model="m", max_tokens=199, system=system, tools=[function], tool_choice={"type": "auto"})
 while True:
     if STREAM:
         with client.messages.stream(messages=given, **options) as stream:
@@ -205,7 +205,7 @@ while True:
     calls = [block for block in answer.content if block.type == "tool_use"]
     if not calls:
         break
-    assert calls[0].input == {"a": 1, "b": 2} and answer.stop_reason == "tool_use"
+    assert calls[0].input == {"a": 1, "b": None} and answer.stop_reason == "tool_use"
     results = [{"type": "tool_result", "tool_use_id": call.id, "content": "3"} for call in calls]
     given.append({"role": "user", "content": results})
 thought, text = answer.content
@@ -219,8 +219,8 @@ agents.set_tracing_disabled(True)
 asked = openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0)
 agents.set_default_openai_client(asked, use_for_tracing=False)
 @agents.function_tool
-def add(a: int, b: int) -> int:
-    return a + b
+def add(a: int, b: int | None) -> int:
+    return 3
 adder = agents.Agent(name="adder", instructions="Add.", tools=[add])
 async def run():
     if not STREAM:
@@ -374,13 +374,13 @@ def test_reported_requests(play, tmp_path, monkeypatch):
         assert answers[name][0] == 400 and words in refused[name], refused[name]
 
 
-@pytest.mark.parametrize("call", REQUESTS["calls"])
-def test_calls_of_requests(call):
+@pytest.mark.parametrize("call, arguments", REQUESTS["calls"])
+def test_calls_of_requests(call, arguments):
     """Arguments are objects for the template; a result has the name of its call."""
     turn = {"role": "assistant", "content": None, "tool_calls": [{"id": "c1", "function": call}]}
     turn, answer = plain([turn, {"role": "tool", "tool_call_id": "c1", "content": "3"}])
     (said,) = turn["tool_calls"]
-    assert said["function"] == {"name": "f", "arguments": {"a": 1} if call.get("arguments") else {}}
+    assert said["function"] == {"name": "f", "arguments": arguments}
     assert turn["content"] == "" and answer == {"role": "tool", "content": "3", "name": "f"}
 
 

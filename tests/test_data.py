@@ -326,16 +326,6 @@ def test_a_last_turn_of_the_assistant_is_the_reference_and_not_part_of_the_promp
     )
 
 
-@pytest.mark.parametrize("content", [None, 3, ["a"], [{"type": "image", "url": "a.png"}]], ids=str)
-def test_content_that_is_not_text_is_named_with_its_row(content, tokenizers, tmp_path, capsys):
-    rows = [
-        ROWS["messages"][0],
-        {"messages": [*DIALOGUE, {"role": "user", "content": content}], "answer": "2"},
-    ]
-    line = refused(capsys, load, rows, tmp_path, tokenizers[False, WITHOUT_BOS])
-    assert "row 2 turn 4: content: " in line
-
-
 def test_a_template_from_a_file_and_none(tokenizers, tmp_path, capsys):
     (tmp_path / "chat.jinja").write_text("<eos>{{ messages[-1]['content'] }}<pad>")
     tokenizer = load_tokenizer(str(helpers.ROOT / "assets" / "tiny"), str(tmp_path / "chat.jinja"))

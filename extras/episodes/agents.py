@@ -259,17 +259,11 @@ def completion(turn: Turn, message: dict, reason: str, model: str) -> dict:
 
 def plain(messages: list[dict]) -> list[dict]:
     """Return what messages say, however a client library writes it, as chat templates read it; raise
-    UserError, with the turn and key, or ValueError, for what cannot be read.
+    UserError, with the turn and key, for what cannot be read.
 
     A key without a value counts as none. A result has the name of the call that its id belongs to.
     """
-    given = [{"content": ""} | {name: x for name, x in turn.items() if x} for turn in messages]
-    for message in given:
-        for part in message["content"]:
-            if isinstance(part, dict) and part.get("type") != "text":
-                raise ValueError(
-                    f"a part of type {part.get('type')!r} is not supported, only text is"
-                )
+    given = [{name: x for name, x in turn.items() if x} for turn in messages]
     names: dict[str, str] = {}  # of calls, by their ids
     said = []
     for message in read_messages("messages", given):

@@ -52,6 +52,8 @@ def messages_to_chat(body: dict) -> dict:
     turns = body["messages"]
     if system := request.pop("system", None):
         turns = [{"role": "system", "content": system}, *turns]
+    # An answer would go on in the assistant's last turn, which is refused by this name.
+    request["continue_final_message"] = turns[-1]["role"] == "assistant"
     request["messages"] = []
     for turn in turns:
         add_turn(request["messages"], turn)
@@ -81,7 +83,8 @@ def add_turn(messages: list[dict], turn: dict) -> None:
         if kind == "thinking":
             message["reasoning_content"] = part["thinking"]
         elif kind == "tool_use":
-            function = {"name": part["name"], "arguments": part["input"]}
+            # As text, in which a key that is null is kept, as in the call that the policy wrote.
+            function = {"name": part["name"], "arguments": json.dumps(part["input"])}
             message["tool_calls"].append({"id": part["id"], "function": function})
         elif kind == "tool_result":
             content = parts(part.get("content") or "")
@@ -162,7 +165,7 @@ def responses_to_chat(body: dict) -> dict:
     request["tools"] = [renamed(tool, {"parameters": "input_schema"}) for tool in tools]
     if choice := body.get("tool_choice"):
         request["tool_choice"] = {"type": choice}
-    return messages_to_chat(request)
+    return messages_to_chat(request) | {"continue_final_message": False}  # it never does there
 
 
 def turn_of(item: dict) -> dict:
@@ -175,7 +178,7 @@ def turn_of(item: dict) -> dict:
         thought = "".join(part["text"] for part in item.get("content") or ())
         return {"role": "assistant", "content": [{"type": "thinking", "thinking": thought}]}
     if kind == "function_call":
-        part = renamed({**item, "id": item["call_id"]}, {"arguments": "input"})
+        part = {**item, "id": item["call_id"], "input": json.loads(item["arguments"] or "{}")}
         return {"role": "assistant", "content": [{**part, "type": "tool_use"}]}
     if kind == "function_call_output":
         part = renamed(item, {"call_id": "tool_use_id", "output": "content"})

@@ -127,8 +127,7 @@ def encode_batch(
     encoded = zip(texts, chain.from_iterable(lists))
     made = []
     for row in rows:
-        about = xxh64_intdigest(row.pop("about", row["prompt"]).encode()) >> 1
-        numbers = {"has_problem": int(row["problem"] != ""), "about": about, "highest": 0}
+        numbers = {"has_problem": int(row["problem"] != ""), "highest": 0}
         for name in ENCODED:
             parts = [next(encoded) for _ in row.get(name, ())]
             row[name] = list(chain.from_iterable(ids for _, ids in parts))
@@ -138,6 +137,7 @@ def encode_batch(
                 row["mask"] = []
                 for text, ids in parts:
                     row["mask"] += [int(text.is_learned)] * len(ids)
+        numbers["about"] = xxh64_intdigest(row.pop("about", row["prompt"]).encode()) >> 1
         made.append(numbers | {"row": to_json(row | {"dataset": dataset})})
     schema = dict.fromkeys(NUMBERS, pyarrow.int64()) | {"row": pyarrow.string()}
     return pyarrow.Table.from_pylist(made, pyarrow.schema(schema))

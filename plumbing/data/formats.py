@@ -70,7 +70,8 @@ def read_alpaca(where: str, row: dict, instruction: Any):
     """Return Alpaca's instruction and `input`, behind its `system` and `history`."""
     prompt = read_messages_or_text(where, row, instruction)
     if is_filled(row.get("input")):
-        prompt = f"{prompt}\n\n{row['input']}"
+        texts = [prompt, row["input"]]
+        prompt = "\n\n".join(validate(f"{where}: instruction, input", texts, TURNS, "text"))
     history = []
     for texts in validate(f"{where}: history", row.get("history") or [], EXCHANGES, "turn"):
         history += [{"role": r, "content": x} for r, x in zip(("user", "assistant"), texts)]
@@ -196,8 +197,9 @@ def read_prompt(where: str, row: dict, column: str):
 
     Messages end with the assistant's turn if the row has it there.
     """
-    for name in MEDIA:
-        if is_filled(row.get(name)):
+    for name, value in row.items():
+        is_file = isinstance(value, dict) and "bytes" in value  # as `datasets` stores it
+        if is_file or (name in MEDIA and is_filled(value)):
             raise UserError(
                 f"{where}: has {name}, and only text is read; without it, remove the column"
             )
@@ -221,7 +223,7 @@ def read_answer(where: str, row: dict, column: str | None, last_turn: str | None
     if answer is None and is_filled(row.get("instruction_id_list")):
         answer = {"instruction_id": row["instruction_id_list"], "kwargs": row.get("kwargs")}
     if is_turn_of_assistant(answer):  # TRL's completions are messages, too
-        answer = read_messages(where, answer)[-1].text
+        answer = read_messages(where, answer)[-1].content
     return answer
 
 

@@ -3,6 +3,8 @@
 A key of a message that nothing reads is an error.
 """
 
+import json
+from itertools import groupby
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -10,7 +12,6 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    Json,
     TypeAdapter,
     ValidationInfo,
     field_validator,
@@ -28,24 +29,17 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class TextPart(Strict):
-    """A part of a message's content; images and the like are refused."""
-
-    type: Literal["text"]
-    text: str
-
-
 class Function(Strict):
     """What a turn calls, and with which arguments, an object or its text."""
 
     name: str
-    arguments: dict[str, Any] | Json[dict[str, Any]] = {}
+    arguments: dict[str, Any] = {}
 
     @field_validator("arguments", mode="before")
     @classmethod
-    def without_arguments(cls, value: Any):
-        """Read "", too."""
-        return value or {}
+    def as_object(cls, value: Any):
+        """Read JSON text, "" and null, too: whatever a model writes, pydantic's Json does not."""
+        return (json.loads(value or "{}") if isinstance(value, str) else value) or {}
 
 
 class ToolCall(Strict):
@@ -66,7 +60,7 @@ class Message(Strict):
     """A turn of a conversation."""
 
     role: str
-    content: str | list[TextPart]
+    content: str = ""
     tool_calls: list[ToolCall] = Field(default_factory=list)  # [] would be copied each time
     thought: str = Field("", validation_alias=AliasChoices(*THOUGHTS))
     name: str | None = None
@@ -74,12 +68,19 @@ class Message(Strict):
     # 0 for a turn of the assistant that is not learned; other turns never are
     weight: Literal[0, 1, False, True] = Field(1, validation_alias=AliasChoices("weight", "train"))
 
-    @model_validator(mode="before")
+    @field_validator("content", mode="before")
     @classmethod
-    def with_content(cls, value: Any):
-        """Give a turn of calls or of a thought alone a content."""
-        alone = isinstance(value, dict) and {"tool_calls", *THOUGHTS} & value.keys()
-        return {"content": "", **value} if alone else value
+    def joined(cls, value: Any):
+        """Join the parts of a content; images and the like are refused."""
+        if not isinstance(value, list):
+            return value
+        for part in value:
+            if not isinstance(part, dict) or part != {
+                "type": "text",
+                "text": str(part.get("text")),
+            }:
+                raise ValueError(f"only parts of type text are read, not {part!r:.80}")
+        return "".join(part["text"] for part in value)
 
     @field_validator("weight")
     @classmethod
@@ -91,22 +92,15 @@ class Message(Strict):
     @property
     def says(self) -> bool:
         """Whether the message has a text, a call or a thought."""
-        return bool(self.text.strip() or self.tool_calls or self.thought)
+        return bool(self.content.strip() or self.tool_calls or self.thought)
 
     @property
     def is_learned(self) -> bool:
         """Whether the message is a turn of the assistant to learn, where rows are learned from."""
         return self.role == "assistant" and bool(self.weight) and self.says
 
-    @property
-    def text(self) -> str:
-        """The content, its parts joined."""
-        if isinstance(self.content, str):
-            return self.content
-        return "".join(part.text for part in self.content)
-
     def as_dict(self) -> dict:
-        """Return what the message says: its content as text, and its other keys but the weight."""
+        """Return what the message says: its content, and its other keys but the weight."""
         calls = [call.model_dump(exclude_none=True) for call in self.tool_calls]
         given = {
             "role": self.role,
@@ -114,7 +108,7 @@ class Message(Strict):
             "tool_call_id": self.tool_call_id,
             "tool_calls": calls or None,
             THOUGHTS[0]: self.thought or None,
-            "content": self.text,
+            "content": self.content,
         }
         return {name: value for name, value in given.items() if value is not None}
 
@@ -132,14 +126,20 @@ def without_nulls(value: Any):
 def read_messages(where: str, turns: Any, role: str = "user") -> list[Message]:
     """Return messages as they are checked; raise a UserError, with the turn and key, if they are none.
 
-    A key that is null counts as none.
+    A key that is null counts as none. Results of tools are put into the order of their calls, as
+    many chat templates do not write the ids.
 
     Args:
         turns: messages, or the text of the only one. role: of the text.
     """
     if isinstance(turns, str):
         turns = [{"role": role, "content": turns}]
-    return validate(where, without_nulls(turns), MESSAGES, "turn")
+    made: list[Message] = []
+    messages = validate(where, without_nulls(turns), MESSAGES, "turn")
+    for _, of_role in groupby(messages, lambda message: message.role):
+        places = {call.id: i for message in made[-1:] for i, call in enumerate(message.tool_calls)}
+        made += sorted(of_role, key=lambda message: places.get(message.tool_call_id, 0))
+    return made
 
 
 def is_turn_of_assistant(messages: Any) -> bool:

@@ -97,7 +97,7 @@ def make_pair(at: str, row: dict, rendering: Rendering) -> list[dict]:
         else:
             if others := turn.as_dict().keys() - {"role", "content"}:
                 raise UserError(f"{at}: has {', '.join(sorted(others))}, and no prompt before it")
-            text = Text(at, turn.text, special=True, is_learned=True)
+            text = Text(at, turn.content, special=True, is_learned=True)
             pair[side] = [text]
         pair[f"{side}_text"] = text.shown
     # No pair of this prompt, or of these two texts, is both trained and evaluated on.

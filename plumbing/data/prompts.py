@@ -258,7 +258,7 @@ def make_prompts(
     for i in learned or [len(messages) - has_turn]:
         before = rendering.dialogue(turns[:i])
         query = rendering.prompt(at, before, tools)
-        last_turn = turns[i].text if i < len(turns) else None
+        last_turn = turns[i].content if i < len(turns) else None
         answer = read_answer(at, others, columns.answer, last_turn)
         encoded = {
             "prompt": query.shown,

@@ -56,7 +56,13 @@ class Rendering:
         if self.tools:
             raise UserError(f"{where}: has tools of its own beside --tools")
         schemas = without_nulls(validate(f"{where}: tools", row["tools"], SCHEMAS, "tool"))
-        return [x if "function" in x else {"type": "function", "function": x} for x in schemas]
+        tools = [x if "function" in x else {"type": "function", "function": x} for x in schemas]
+        if self.has_template:
+            with as_user_error(f"{where}: the chat template of --model"):
+                text = apply_template(self.tokenizer, [{"role": "user", "content": "x"}], tools)
+                if not all(occurs(tool["function"]["name"], text) for tool in tools):
+                    raise ValueError("does not show tools")
+        return tools
 
     def dialogue(self, messages: list[Message]) -> list[dict]:
         """Return messages as dicts, with the system turn."""
@@ -73,13 +79,13 @@ class Rendering:
         """
         if not messages:
             raise UserError(f"{where} prompt: has no turn before that of the assistant")
-        if not messages[-1]["content"].strip() and len(messages[-1]) == 2:
+        if not messages[-1]["content"].strip() and messages[-1]["role"] == "user":
             raise UserError(f"{where}: the last turn of the prompt is empty")
         if self.has_template:
             # The template has written the special tokens.
             with as_user_error(f"{where}: the chat template of --model"):
                 write = lambda turns: apply_template(self.tokenizer, turns, tools, prompt=True)
-                return Text(where, shown(write, messages, tools))
+                return Text(where, shown(write, messages))
         added = messages[0] == {"role": "system", "content": self.system_prompt}
         several = "several turns" if len(messages) > 1 + added else ""
         if several or tools:
@@ -109,9 +115,16 @@ class Rendering:
             messages: of the prompt. query: of `prompt`. turn: a message, as `dialogue` gives it.
         """
         if self.has_template:
+            conversation = [*messages, turn]
+            write = functools.partial(apply_template, self.tokenizer, tools=tools)
             with as_user_error(f"{where}: the chat template of --model"):
-                whole = apply_template(self.tokenizer, [*messages, turn], tools)
+                whole = write(conversation)
+                if "tool_calls" in turn:
+                    shown(write, conversation)
             text = whole.removeprefix(query.text)
+            if text == whole:  # it has changed earlier turns, or does not begin this one so
+                header = query.text.removeprefix(write(messages))
+                text = whole.rpartition(header or whole)[2]
             stops = [stop for stop in self.stops if stop in text]
             end = min((text.index(stop) + len(stop) for stop in stops), default=len(text.rstrip()))
             response = Text(where, text[:end], is_learned=True, before=query.text)
@@ -167,13 +180,19 @@ def for_template(messages: list[dict], tokenizer: PreTrainedTokenizerBase) -> li
         if as_parts:
             message["content"] = [{"type": "text", "text": message["content"]}]
         if as_text and "tool_calls" in message:
-            calls = [{**call, "function": {**call["function"]}} for call in message["tool_calls"]]
-            for call in calls:
-                arguments = call["function"]["arguments"]
-                call["function"]["arguments"] = json.dumps(arguments, ensure_ascii=False)
-            message["tool_calls"] = calls
+            message["tool_calls"] = [
+                with_changes(
+                    call, arguments=json.dumps(call["function"]["arguments"], ensure_ascii=False)
+                )
+                for call in message["tool_calls"]
+            ]
         made.append(message)
     return made
+
+
+def with_changes(call: dict, **values: str) -> dict:
+    """Return a call with other values of its function."""
+    return call | {"function": call["function"] | values}
 
 
 @functools.cache
@@ -209,27 +228,28 @@ def form_of_template(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple
     return next(thoughts, THOUGHTS[0]), wants_text, shows_parts and not shows_text
 
 
-def shown(
-    write: Callable[[list[dict]], str], messages: list[dict], tools: list[dict] | None = None
-) -> str:
+def shown(write: Callable[[list[dict]], str], messages: list[dict]) -> str:
     """Return what a chat template writes of messages; raise ValueError if it leaves out a part of
-    them, earlier thoughts excepted, or the name of a tool. The template may raise any exception.
+    them, earlier thoughts excepted. The template may raise any exception.
 
     Args:
         write: returns the text of messages, with CUTs.
     """
     text = write(messages)
-    # A short content may occur by chance, so it is looked for as a longer one.
-    marked = [
-        turn | {"content": f"TEXT-{i}."} if len(turn["content"].strip()) in range(1, 8) else turn
-        for i, turn in enumerate(messages)
-    ]
+    marked = []
+    for number, turn in enumerate(messages):
+        # A short content or a name may occur by chance, so longer ones are looked for.
+        if len(turn["content"].strip()) in range(1, 8):
+            turn = turn | {"content": f"TEXT-{number}."}
+        calls = [
+            with_changes(call, name=f"CALL-{number}-{i}.")
+            for i, call in enumerate(turn.get("tool_calls", ()))
+        ]
+        marked.append(turn | {"tool_calls": calls} if calls else turn)
     found = (text if marked == messages else write(marked)).replace(CUT, "")
     for number, turn in enumerate(marked, 1):
         if not all(occurs(part, found) for part in said(turn)):
             raise ValueError(f"does not show turn {number}, of {turn['role']}")
-    if not all(occurs(tool["function"]["name"], found) for tool in tools or ()):
-        raise ValueError("does not show tools")
     return text
 
 

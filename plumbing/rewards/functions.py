@@ -18,10 +18,9 @@ import inspect
 import math
 import traceback
 from collections.abc import Callable, Sequence
-from numbers import Real
 from statistics import fmean
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, SupportsFloat
 
 from plumbing.processes import accepted, load_function
 
@@ -143,4 +142,7 @@ def numbers_of(result) -> dict[str, float]:
     """Return the numbers of what a function returned for a response."""
     named = result if isinstance(result, dict) else {"score": result}
     score = math.nan if named["score"] is None else float(named["score"])
-    return {**{name: float(x) for name, x in named.items() if isinstance(x, Real)}, "score": score}
+    return {
+        **{name: float(x) for name, x in named.items() if isinstance(x, SupportsFloat)},
+        "score": score,
+    }
