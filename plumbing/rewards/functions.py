@@ -142,7 +142,10 @@ def numbers_of(result) -> dict[str, float]:
     """Return the numbers of what a function returned for a response."""
     named = result if isinstance(result, dict) else {"score": result}
     score = math.nan if named["score"] is None else float(named["score"])
-    return {
-        **{name: float(x) for name, x in named.items() if isinstance(x, SupportsFloat)},
-        "score": score,
+    # A tensor of one number is one.
+    numbers = {
+        name: float(x)
+        for name, x in named.items()
+        if isinstance(x, SupportsFloat) and math.prod(getattr(x, "shape", ())) == 1
     }
+    return numbers | {"score": score}
