@@ -239,8 +239,8 @@ class Sampler:
             )
             for place, response, outputs in sampled:
                 self.decoding.count_cached(len(queries[start + place]), len(response))
-                arrays = {name: x.numpy(force=True) for name, x in outputs.items()}
-                yield start + place, response.int().numpy(force=True), arrays
+                arrays = {name: x.cpu().numpy() for name, x in outputs.items()}
+                yield start + place, response.int().cpu().numpy(), arrays
             interrupted()  # takes the time of the last pass
 
 
