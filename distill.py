@@ -42,6 +42,7 @@ import os
 import re
 from typing import Any, Callable, Iterable, Iterator, Literal, Sequence
 
+import numpy as np
 import torch
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
@@ -495,7 +496,7 @@ def generate(
     interrupted: Callable,
     lengths: list[int],
     stop_strings: Callable | None = None,
-) -> Iterator[tuple[int, list[int], dict[str, list[float]]]]:
+) -> Iterator[tuple[int, Tensor, dict[str, Tensor]]]:
     """Sample one response per query: one forward pass over the different prompts, left-padded, then
     one token at a time with the KV cache.
 
@@ -512,8 +513,8 @@ def generate(
         stop_strings: transformers' StopStringCriteria, which ends a turn of a conversation as a
             stop token does.
     Yields:
-        The index in `queries` of one whose response has ended; the response, token ids up to and
-        including the first stop token; its per-token outputs by name.
+        The index in `queries` of one whose response has ended; the response (t,), token ids up to
+        and including the first stop token; its per-token outputs (t,) by name.
     """
     device = model_device(model)
     # The P different prompts, each with its row in the first pass; a new prompt gets the next row.
@@ -567,8 +568,8 @@ def generate(
             ended |= stop_strings(sequences[running, width : width + t + 1], None)
         new = running[ended & ~finished]  # indices of the responses that end at this token
         for index in new.tolist():
-            response = sequences[index, width : width + t + 1].tolist()
-            yield index, response, {name: x[index, : t + 1].tolist() for name, x in outputs.items()}
+            response = sequences[index, width : width + t + 1]
+            yield index, response, {name: x[index, : t + 1] for name, x in outputs.items()}
         finished |= ended
         finished_count += len(new)
         if finished_count == len(running) or interrupted():
@@ -610,15 +611,13 @@ def collect(
     if asked:
         samples = sampler.rollout(asked, 1, ("rollout", args.seed, step)).samples
     for row in copied:
-        # Nobody has sampled them.
-        outputs = {"rollout_logprobs": [math.nan] * len(row["response"])}
-        if not args.on_policy_share:  # then a row may be a conversation, whose mask has holes
-            outputs["response_mask"] = row["mask"]
-        text = sampler.tokenizer.decode(row["response"], skip_special_tokens=True)
-        scores = dict.fromkeys(reward_sources.sources, 0.0)  # what a row gets that no source scores
-        samples.append(
-            Sample(row, row["response"], outputs, stopped=True, text=text, scores=scores)
-        )
+        sample = Sample.of_row(row)
+        # Nobody has sampled it.
+        sample.outputs["rollout_logprobs"] = np.full(len(sample.response), math.nan, np.float32)
+        sample.text = sampler.tokenizer.decode(sample.response, skip_special_tokens=True)
+        # As of a row that no source scores.
+        sample.scores = dict.fromkeys(reward_sources.sources, 0.0)
+        samples.append(sample)
     if args.is_served:
         teacher.ask(samples, sampler.world, sampler.interrupted)
     batch = Batch.from_samples(samples, model_device(sampler.model))

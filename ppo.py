@@ -759,11 +759,8 @@ def ptx_losses(
         prompts: all rows of --ptx_dataset, with responses.
     """
     size = args.ptx_batch_size
-    samples = [
-        Sample(row, row["response"], {"response_mask": row["mask"]}, stopped=True)
-        for row in take_prompts(prompts, update * size, size, args.seed)
-    ]
-    batch = Batch.from_samples(samples, world.device)
+    rows = take_prompts(prompts, update * size, size, args.seed)
+    batch = Batch.from_samples([Sample.of_row(row) for row in rows], world.device)
     for inputs, *_ in batch.micro_batches([*range(size)], args, world):
         set_gradient_sync(wrapped, False)
         # Temperature 1, whatever that of the rollout.
@@ -786,7 +783,7 @@ def generate(
     interrupted: Callable,
     lengths: list[int],
     stop_strings: Callable | None = None,
-) -> Iterator[tuple[int, list[int], dict[str, list[float]]]]:
+) -> Iterator[tuple[int, Tensor, dict[str, Tensor]]]:
     """Sample one response per query: one forward pass over the different prompts, left-padded, then
     one token at a time with the KV cache.
 
@@ -803,8 +800,8 @@ def generate(
         stop_strings: transformers' StopStringCriteria, which ends a turn of a conversation as a
             stop token does.
     Yields:
-        The index in `queries` of one whose response has ended; the response, token ids up to and
-        including the first stop token; its per-token outputs by name.
+        The index in `queries` of one whose response has ended; the response (t,), token ids up to
+        and including the first stop token; its per-token outputs (t,) by name.
     """
     device = model_device(model)
     # The P different prompts, each with its row in the first pass; a new prompt gets the next row.
@@ -858,8 +855,8 @@ def generate(
             ended |= stop_strings(sequences[running, width : width + t + 1], None)
         new = running[ended & ~finished]  # indices of the responses that end at this token
         for index in new.tolist():
-            response = sequences[index, width : width + t + 1].tolist()
-            yield index, response, {name: x[index, : t + 1].tolist() for name, x in outputs.items()}
+            response = sequences[index, width : width + t + 1]
+            yield index, response, {name: x[index, : t + 1] for name, x in outputs.items()}
         finished |= ended
         finished_count += len(new)
         if finished_count == len(running) or interrupted():

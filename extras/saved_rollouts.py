@@ -10,6 +10,7 @@ import math
 import os
 from types import SimpleNamespace
 
+import numpy as np
 from safetensors.torch import load_file, save_file
 
 from plumbing.models.sharding import model_device
@@ -50,6 +51,7 @@ class FileSampler(SimpleNamespace):
         read = [Sample(outputs={}, **lines[i]) for i in chosen]
         for i, x, row in zip(chosen, read, asked):
             x.row = row | x.row
+            x.response = np.array(x.response, np.int32)
             x.outputs = {name: of[i, : len(x.response)].numpy() for name, of in tensors.items()}
             # A source that did not score them has given no score.
             x.scores = dict.fromkeys(self.reward_sources.sources, math.nan) | x.scores

@@ -73,7 +73,7 @@ class Engine:
         sampling = dict(temperature=args.temperature, stops=args.turn_stop)
         self.asked.append(dict(query=query, seed=seed, length=length, ids=ids, **sampling))
         await asyncio.sleep(self.seconds)
-        return ids, {"rollout_logprobs": [-0.5] * len(ids), "further": list(map(float, ids))}
+        return np.array(ids), {"rollout_logprobs": [-0.5] * len(ids), "further": ids}
 
     def run_all(self, calls, interrupted) -> None:
         asyncio.run(run_all(calls, interrupted))
@@ -390,7 +390,7 @@ def test_turn_rewards_and_a_last_turn_that_does_not_train(play):
     [one], _ = play(code, script=ppo, turn_rewards=True)
     assert one.reward == 1.0 and not one.outputs["response_mask"][-1]
     assert {len(x) for x in one.outputs.values()} == {len(one.response)}
-    mask = torch.tensor([one.outputs["response_mask"]]).bool()
+    mask = torch.tensor(one.outputs["response_mask"])[None].bool()
     earlier = torch.tensor(one.outputs["turn_rewards"])[None]
     rewards = ppo.token_rewards(torch.ones(1), None, mask, 0.0, earlier)
     assert rewards[mask].tolist() == [0.0, 0.0, 1.0]
@@ -528,7 +528,7 @@ def batch() -> Batch:
             mask[start] = False  # the first token of a prompt
         outputs = {"response_mask": mask, "rollout_logprobs": np.zeros(length)}
         row = {"query": draw.integers(3, 20, 3).tolist()}
-        response = draw.integers(3, 20, length).tolist()
+        response = draw.integers(3, 20, length)
         samples.append(Sample(row, response, outputs, True, scores={}, starts=starts))
     return Batch.from_samples(samples, CPU)
 

@@ -55,7 +55,8 @@ def test_what_the_decode_loop_reads(tmp_path):
         for _ in range(6):  # tokens: five forward passes behind that of the prompts
             time.sleep(0.01)
             assert not asked()
-        decoding.count_cached([(10, 6), (1, 2)])  # reads 11, 12, 13, 14 and 15 tokens of the cache
+        decoding.count_cached(10, 6)  # reads 11, 12, 13, 14 and 15 tokens of the cache
+        decoding.count_cached(1, 2)
         read = size * (model.num_parameters() + 2 * 2 * 16 * (65 + 2) / 5)
         found = decoding.metrics()
         assert found["perf/decode_ms_bound"] == pytest.approx(1e3 * read / decoding.bandwidth)

@@ -5,6 +5,7 @@ import math
 from types import SimpleNamespace
 
 import helpers
+import numpy as np
 import pytest
 import torch
 
@@ -165,15 +166,17 @@ def test_disagreement_of_rollout_and_trainer(difference, staleness, warned, caps
 
 
 def test_staleness_counts_sampled_tokens():
-    """Not padding, observations or rows that nobody sampled."""
-    steps = torch.tensor([[4.0, 4.0, 5.0], [5.0, 5.0, 0.0], [5.0, 0.0, 5.0], [0.0, 0.0, 0.0]])
-    mask = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 1], [1, 1, 0]]).bool()
-    logprobs = torch.zeros(4, 3)
-    logprobs[3] = NAN
-    tokens = {"policy_steps": steps, "rollout_logprobs": logprobs}
-    batch = SimpleNamespace(tokens=tokens, response_mask=mask)
+    """Not padding, observations or rows that nobody sampled, which may be the longest."""
+    samples = []
+    tokens = [([4, 4, 5], [1, 1, 1]), ([5, 5], [1, 1]), ([5, 0, 5], [1, 0, 1]), ([0] * 4, [1] * 4)]
+    for steps, mask in tokens:
+        samples.append(Sample.of_row({"response": steps, "mask": mask}))
+        logprobs = np.zeros(len(steps))
+        samples[-1].outputs |= {"policy_steps": np.array(steps), "rollout_logprobs": logprobs}
+    samples[-1].outputs = {"rollout_logprobs": logprobs * NAN}
+    batch = Batch.from_samples(samples, CPU)
     total = {"mismatch_probability": 0.0, "compared": 1.0, "mismatch": 0.0, "max_mismatch": 0.0}
     measured = lambda: list(mismatch_metrics(total, 7, batch).values())[:-3]
     assert measured() == [(2 * 2 + 5) / 7, 2, 1 / 4]  # no float32
-    del tokens["policy_steps"]  # the model itself sampled
+    del batch.tokens["policy_steps"]  # the model itself sampled
     assert measured() == [0]

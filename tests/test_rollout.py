@@ -57,7 +57,7 @@ def uniforms_of(rows: int, length: int, seed: int = 0):
 
 
 def sampled(model, queries, uniforms, stop_ids, args, interrupted=never):
-    """Responses and their values, by `generate`, all with the limit of the flag."""
+    """Responses and their log-probs, by `generate`, all with the limit of the flag."""
     lengths = [args.max_response_length] * len(queries)
     return listed(generate(model, queries, uniforms, stop_ids, args, interrupted, lengths))
 
@@ -87,12 +87,12 @@ def one_by_one(model, query, numbers, stop_ids, args):
 def check_one_by_one(model, queries, stop_ids, args) -> list[list[int]]:
     """Sample responses, compare them with those of each row alone, and return them."""
     numbers = uniforms_of(len(queries), args.max_response_length)
-    responses, values = sampled(model, queries, numbers, stop_ids, args)
-    assert len(responses) == len(values) == len(queries)
+    responses, logprobs = sampled(model, queries, numbers, stop_ids, args)
+    assert len(responses) == len(logprobs) == len(queries)
     for i, query in enumerate(queries):
         response, expected = one_by_one(model, query, numbers[i], stop_ids, args)
         assert responses[i] == response, f"row {i}"
-        assert values[i] == {"rollout_logprobs": pytest.approx(expected, abs=1e-5)}
+        assert logprobs[i] == pytest.approx(expected, abs=1e-5)
     return responses
 
 
@@ -120,9 +120,8 @@ def draw(logits, numbers):
     """Tokens drawn for each row at position 0, and their log-probabilities."""
     args = Args(max_response_length=1)
     queries = [[i] for i in range(len(logits))]
-    responses, values = sampled(Fixed(logits), queries, numbers, [], args)
-    logprobs = [logprob for value in values for logprob in value["rollout_logprobs"]]
-    return torch.tensor([token for (token,) in responses]), torch.tensor(logprobs)
+    responses, logprobs = sampled(Fixed(logits), queries, numbers, [], args)
+    return torch.tensor(responses)[:, 0], torch.tensor(logprobs)[:, 0]
 
 
 def test_sampler_at_the_edges():
@@ -220,8 +219,7 @@ def test_each_prompt_is_read_once(load, family):
             for i, query in enumerate(mixed):
                 alone = sampled(model, [query], uniforms[i : i + 1], STOPS, args)
                 assert together[0][i] == alone[0][0]
-                values = alone[1][0]["rollout_logprobs"]
-                assert together[1][i] == {"rollout_logprobs": pytest.approx(values, abs=1e-6)}
+                assert together[1][i] == pytest.approx(alone[1][0], abs=1e-6)
     assert len(seen) == 4  # the penalty changes them
 
 
@@ -345,9 +343,9 @@ def test_each_response_may_have_its_limit(load):
     args = Args(max_response_length=9)
     whole = sampled(model, queries, numbers, STOPS, args)
     lengths = [1 + i % 9 for i in range(12)]
-    responses, values = listed(generate(model, queries, numbers, STOPS, args, never, lengths))
+    responses, logprobs = listed(generate(model, queries, numbers, STOPS, args, never, lengths))
     assert responses == [response[:length] for response, length in zip(whole[0], lengths)]
-    assert [len(value["rollout_logprobs"]) for value in values] == list(map(len, responses))
+    assert list(map(len, logprobs)) == list(map(len, responses))
 
 
 def test_top_p(load):
@@ -472,7 +470,7 @@ def test_an_engine_gets_no_seed_for_a_greedy_response(setting):
     def answer(queries, seeds, stop_ids, args, interrupted, end):
         asked.extend(seeds)
         for place in range(len(queries)):
-            end(place, [1], {"rollout_logprobs": [-1.0]})
+            end(place, np.array([1]), {"rollout_logprobs": -np.ones(1)})
 
     sampler = dataclasses.replace(sampler, engine=SimpleNamespace(generate=answer))
     sampler.rollout(rows[:2], 2, KEY, greedy=True)

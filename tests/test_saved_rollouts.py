@@ -4,6 +4,7 @@ import shutil
 from types import SimpleNamespace
 
 import helpers
+import numpy as np
 import pytest
 import torch
 from helpers import assert_same_run, folder_of, metrics_of, read_lines, run_here
@@ -103,10 +104,11 @@ def test_what_is_refused(saved, tmp_path, capsys, again, changes, message):
 
 def test_contexts_of_an_agent(tmp_path):
     row = {"prompt": "a", "query": [5], "answer": "b"}
-    outputs = {"rollout_logprobs": [-0.5, 0, -1], "response_mask": [1, 0, 1]}
+    tokens, values = np.array([4, 5, 6], np.int32), np.array([1, 0, 1], np.float32)
+    outputs = {"rollout_logprobs": -values, "response_mask": values}
     samples = [
-        Sample({**row, "prompt": "c", "query": [6, 7]}, [1, 2, 3], outputs, False, starts=[2]),
-        Sample(row, [4], {name: x[:1] for name, x in outputs.items()}, True, text="d"),
+        Sample({**row, "prompt": "c", "query": [6, 7]}, tokens, outputs, False, starts=[2]),
+        Sample(row, tokens[:1], {"rollout_logprobs": -values[:1]}, True, text="d"),
     ]
     batch = Batch.from_samples(samples, CPU)
     sampler = FileSampler(

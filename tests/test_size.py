@@ -15,10 +15,10 @@ from pathlib import Path
 from conftest import ROOT
 
 SCRIPTS = {
-    "grpo": 6_140,
-    "rloo": 5_270,
-    "ppo": 6_580,
-    "distill": 4_170,
+    "grpo": 6_110,
+    "rloo": 5_260,
+    "ppo": 6_550,
+    "distill": 4_140,
     "reward_model": 1_900,
     "utils": 3_320,
 }
@@ -88,9 +88,9 @@ def table() -> dict[str, tuple[int, int]]:
     plumbing = [path for path in ROOT.glob("plumbing/**/*.py") if path.read_text()]
     everything = ("*.py", "plumbing/**/*.py", "extras/**/*.py", "scripts/**/*.py", "assets/**/*.py")
     rows = {
-        "Python outside tests, tokens": (tokens(*everything), 108_490),
-        "plumbing/, tokens": (tokens("plumbing/**/*.py"), 43_880),
-        "extras/, tokens": (tokens("extras/**/*.py"), 24_190),
+        "Python outside tests, tokens": (tokens(*everything), 108_460),
+        "plumbing/, tokens": (tokens("plumbing/**/*.py"), 43_840),
+        "extras/, tokens": (tokens("extras/**/*.py"), 24_300),
         "plumbing/, files": (len(plumbing), 37),
         "plumbing/, files outside of its folders": (
             sum(path.parent.name == "plumbing" for path in plumbing),

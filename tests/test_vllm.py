@@ -103,10 +103,8 @@ def sums(tokenizer, count: int) -> list[list[int]]:
 
 def sample(setting, queries, seeds, interrupted=lambda: False, **changes):
     engine, _, _, args = setting
-    sampled = sampled_by(
-        engine, queries, seeds, STOPS, dataclasses.replace(args, **changes), interrupted
-    )
-    return sampled and (sampled[0], [outputs["rollout_logprobs"] for outputs in sampled[1]])
+    args = dataclasses.replace(args, **changes)
+    return sampled_by(engine, queries, seeds, STOPS, args, interrupted)
 
 
 # ---- responses -----------------------------------------------------------------------------------

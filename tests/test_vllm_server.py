@@ -129,8 +129,7 @@ def connect(*urls: str, **values) -> Servers:
 
 
 def sample(servers, queries, seeds, interrupted=lambda: False, **values):
-    sampled = sampled_by(servers, queries, seeds, STOP, replace(ARGS, **values), interrupted)
-    return sampled and (sampled[0], [each["rollout_logprobs"] for each in sampled[1]])
+    return sampled_by(servers, queries, seeds, STOP, replace(ARGS, **values), interrupted)
 
 
 def perturb(model, seed: int, which: str = "") -> None:
@@ -369,7 +368,8 @@ def test_a_server_is_silent_if_it_answers_none_of_its_requests(monkeypatch):
     now = [0.0]
     clock = types.SimpleNamespace(monotonic=lambda: now[0])
     monkeypatch.setattr(vllm_servers, "time", clock)
-    choice = {"finish_reason": "stop", "logprobs": {"content": []}, "weight_versions": []}
+    choice = {"finish_reason": "stop", "weight_versions": []}
+    choice |= {"token_ids": [], "logprobs": {"content": []}}
     answers = [threading.Event() for _ in range(3)]
     server = Server(
         lambda body, _: answers[body["number"]].wait(60) and (200, {"choices": [choice]}, {})

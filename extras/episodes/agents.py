@@ -63,7 +63,7 @@ class Turn:
     tools: str = ""  # of the request, JSON; "" while it waits
     prompt: list[int] = field(default_factory=list)  # all tokens before it
     tokens: list[int] = field(default_factory=list)
-    outputs: dict[str, list] | None = None  # of its tokens, by name; None: they do not train
+    outputs: dict | None = None  # of its tokens, arrays by name; None: they do not train
 
 
 class Agents(Conversations):
@@ -133,7 +133,7 @@ class Agents(Conversations):
         finally:
             self._lay_out([turn for turn in turns if turn.tokens], conversation)
             await runner.cleanup()
-        if not any(conversation.outputs["response_mask"]):
+        if not conversation.outputs["response_mask"].any():
             raise EnvironmentFailure("play asked for nothing that trains")
         if reward is not None:
             conversation.rewards[-1] = reward
@@ -180,7 +180,8 @@ class Agents(Conversations):
         sampled = await sample(prompt, length, args, repetition)
         if sampled is None:
             await asyncio.Future()  # the conversation is cancelled
-        turn.tokens, outputs = sampled
+        tokens, outputs = sampled
+        turn.tokens = tokens.tolist()
         if args.temperature == self.args.temperature:  # of the policy that trains
             turn.outputs = outputs
 

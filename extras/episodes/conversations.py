@@ -12,7 +12,7 @@ A conversation has a process in which its tools and its environment run
 import asyncio
 import math
 from dataclasses import dataclass, field
-from typing import Callable, Coroutine, Iterable
+from typing import Callable, Coroutine, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -40,11 +40,13 @@ class Conversation:
     """A response of several turns."""
 
     row: Row  # the prompt's, with what the environment added to it
-    # Token ids of the turns, and of the observations between them.
-    response: list[int] = field(default_factory=list)
-    # Per token.
-    outputs: dict[str, list] = field(
-        default_factory=lambda: {"rollout_logprobs": [], "response_mask": []}
+    # (T,) int32, token ids of the turns, and of the observations between them.
+    response: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+    # (T,) float32 by name, 0 where nothing was stored.
+    outputs: dict[str, np.ndarray] = field(
+        default_factory=lambda: dict.fromkeys(
+            ("rollout_logprobs", "response_mask"), np.empty(0, np.float32)
+        )
     )
     # Of an agent: where in `response` another context begins, with its prompt.
     starts: list[int] = field(default_factory=list)
@@ -56,15 +58,18 @@ class Conversation:
     tool_errors: int = 0
     error: str = ""  # why the environment failed
 
-    def add(self, tokens: list[int], outputs: dict[str, list] | None = None) -> None:
+    def add(self, tokens: Sequence[int], outputs: dict[str, np.ndarray] | None = None) -> None:
         """Add the tokens of a turn and what was stored of them, by name; or of an observation or a
         turn that does not train, with zeros.
         """
-        sampled = {"response_mask": [1.0] * len(tokens), **outputs} if outputs else {}
+        begin = len(self.response)
+        self.response = np.append(self.response, tokens).astype(np.int32)
+        sampled = {"response_mask": 1.0, **outputs} if outputs else {}
         for name in self.outputs | sampled:
-            values = self.outputs.setdefault(name, [0.0] * len(self.response))
-            values += sampled.get(name, [0.0] * len(tokens))
-        self.response += tokens
+            values = np.zeros(len(self.response), np.float32)
+            values[:begin] = self.outputs.get(name, 0.0)
+            values[begin:] = sampled.get(name, 0.0)
+            self.outputs[name] = values
 
     @property
     def reward(self) -> float:
@@ -77,7 +82,7 @@ class Conversation:
             "turns": sum(message["role"] == "assistant" for message in self.turns),
             "tool_calls": self.tool_calls,
             "tool_errors": self.tool_errors,
-            "observation_tokens": len(self.response) - int(sum(self.outputs["response_mask"])),
+            "observation_tokens": len(self.response) - int(self.outputs["response_mask"].sum()),
         }
 
 
@@ -256,7 +261,7 @@ class Conversations:
         if args.environment and (added := await process.ask("reset", row["columns"])):
             conversation.row = self._prompt_with(row, added)
         while True:
-            query = conversation.row["query"] + conversation.response
+            query = [*conversation.row["query"], *conversation.response.tolist()]
             turn = await sample(query, args.max_response_length - len(conversation.response), args)
             if turn is None:
                 return ""
@@ -283,7 +288,7 @@ class Conversations:
             observation_ids = self.template.observation_ids(messages, tokens[-1])
             if conversation.metrics()["turns"] == args.max_turns:
                 return "max_turns" if stopped else "length"
-            if len(conversation.response + observation_ids) >= args.max_response_length:
+            if len(conversation.response) + len(observation_ids) >= args.max_response_length:
                 return "length"
             conversation.turns += messages
             conversation.add(observation_ids)

@@ -15,7 +15,7 @@ from extras.vllm.sampling import (
     Response,
     VllmSampling,
     check_sent,
-    policy_steps,
+    response_of,
 )
 from plumbing.models.config import positions_of
 from utils import UserError, World
@@ -152,8 +152,10 @@ class Engine(VllmSampling):
         engine = self.llm.llm_engine
         number = str(next(self.numbers))
         with self._errors_as_failure():
-            # By default, vLLM would return the response so far at each token.
-            sampling = SamplingParams(**settings, output_kind=RequestOutputKind.FINAL_ONLY)
+            # By default, vLLM would return the response so far at each token. Flat: as one list.
+            sampling = SamplingParams(
+                **settings, flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY
+            )
             prompt = {"prompt_token_ids": query}
             engine.add_request(number, prompt, sampling, lora_request=self.adapter)
         if self.failure:
@@ -167,11 +169,8 @@ class Engine(VllmSampling):
             if self.waiting.pop(number).cancelled():
                 with self._errors_as_failure():
                     engine.abort_request([number])
-        logprobs = [each[token].logprob for each, token in zip(output.logprobs, output.token_ids)]
-        return list(output.token_ids), {
-            "rollout_logprobs": logprobs,
-            "policy_steps": policy_steps(map(vars, output.weight_versions)),
-        }
+        spans = map(vars, output.weight_versions)
+        return response_of(output.token_ids, output.logprobs.logprobs, spans)
 
     async def _step(self) -> None:
         """Make vLLM's steps as long as a request waits. After a failure there is no further step, as

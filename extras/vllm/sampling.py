@@ -8,6 +8,7 @@ import base64
 import contextlib
 from typing import Any, Callable, Coroutine, Iterable, Iterator
 
+import numpy as np
 import safetensors.torch
 import torch
 from torch import Tensor
@@ -20,8 +21,8 @@ from utils import first_line, full_tensor
 WORKER_EXTENSION = "extras.vllm.sampling.WorkerExtension"  # vLLM's worker_extension_cls
 # Of vLLM's LoRARequest. There is no such file: the adapter is in memory when a request names it.
 ADAPTER = {"lora_name": "policy", "lora_int_id": 1, "lora_path": "/policy"}
-# Token ids up to and including a stop token; and by name, a value for each of them.
-Response = tuple[list[int], dict[str, list]]
+# (T,) int32, token ids up to and including a stop token; and by name, (T,) float32.
+Response = tuple[np.ndarray, dict[str, np.ndarray]]
 Adapter = tuple[bytes, int, int]  # of `packed_adapter`
 
 
@@ -51,11 +52,18 @@ def sampling_settings(seed: int | None, length: int, stop_ids: list[int], args: 
     }
 
 
-def policy_steps(spans: Iterable[dict]) -> list[int]:
-    """Return for each token how many steps its policy had trained, from vLLM's spans of weight
-    versions.
+def response_of(tokens: list[int], logprobs: list[float], spans: Iterable[Any]) -> Response:
+    """Return a response of vLLM, and for each token its log-probability and how many steps its policy
+    had trained.
+
+    Args:
+        spans: of weight versions.
     """
-    return [int(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
+    steps = [int(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
+    return np.array(tokens, np.int32), {
+        "rollout_logprobs": np.array(logprobs, np.float32),
+        "policy_steps": np.array(steps, np.float32),
+    }
 
 
 def sent_weights(model: PreTrainedModel) -> list[tuple[str, Tensor, Any]]:

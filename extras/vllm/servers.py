@@ -24,7 +24,7 @@ from extras.vllm.sampling import (
     Response,
     VllmSampling,
     check_sent,
-    policy_steps,
+    response_of,
 )
 from utils import UserError, World, first_line
 
@@ -250,11 +250,8 @@ class Servers(VllmSampling):
         versions = choice["weight_versions"]
         if any(span["version"] == "default" for span in versions):  # vLLM's name before a sync
             raise RuntimeError(f"{url}: this server has started anew, without the run's weights")
-        tokens = choice["logprobs"]["content"]
-        return [token["token_id"] for token in tokens], {
-            "rollout_logprobs": [token["logprob"] for token in tokens],
-            "policy_steps": policy_steps(versions),
-        }
+        logprobs = [token["logprob"] for token in choice["logprobs"]["content"]]
+        return response_of(choice["token_ids"], logprobs, versions)
 
 
 def own_address(urls: Sequence[str]) -> str:

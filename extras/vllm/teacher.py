@@ -92,8 +92,7 @@ class ServedTeacher:
                 self.failure = answer
                 answer = np.full((2, len(sample.response), self.top_k + 1), np.nan)
             tokens, logprobs = answer
-            added = {"teacher_tokens": tokens, "teacher_logprobs": logprobs}
-            sample.outputs = {**sample.outputs, **added}
+            sample.outputs |= {"teacher_tokens": tokens, "teacher_logprobs": logprobs}
 
     async def _known_tokens(self, sample: Sample) -> np.ndarray:
         """Return tokens and log-probabilities (2, T, K) of a response."""

@@ -86,14 +86,13 @@ class Decoding:
 
         return call
 
-    def count_cached(self, lengths: list[tuple[int, int]]) -> None:
-        """Count the tokens of the cache that the forward passes of some responses have read.
+    def count_cached(self, query: int, response: int) -> None:
+        """Count the tokens of the cache that the forward passes of a response have read.
 
-        `lengths`: tokens of query and response, of each.
+        `query`, `response`: how many tokens they have.
         """
-        for query, response in lengths:
-            passes = response - 1
-            self.cached += passes * query + passes * (passes + 1) // 2
+        passes = response - 1
+        self.cached += passes * query + passes * (passes + 1) // 2
 
     def metrics(self) -> dict[str, float]:
         """Return the ms per token since the last call, and their lower bound; {} if there were no

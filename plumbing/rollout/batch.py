@@ -8,7 +8,7 @@ add an entry.
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -29,8 +29,8 @@ class Sample:
 
     row: Row
     # (T,) int32, up to and including the stop token; observations of a conversation, too
-    response: np.ndarray | list[int]
-    outputs: Mapping[str, np.ndarray | list]  # (T,) by name; a list becomes float32
+    response: np.ndarray
+    outputs: dict[str, np.ndarray]  # (T,) by name; "response_mask" if it has observations
     stopped: bool  # whether it ended before --max_response_length cut it off
     conversation: "Conversation | None" = None  # with --tools or --environment
     text: str = ""
@@ -41,21 +41,25 @@ class Sample:
     starts: Sequence[int] = ()
     step: int | None = None  # steps that the run had made when it was scored
 
-    def __post_init__(self):
-        """Turn lists into arrays: those of all ranks travel between them, and a list has 30 bytes a
-        token.
-        """
-        self.response = np.asarray(self.response, np.int32)
-        self.outputs = {
-            name: np.asarray(x, getattr(x, "dtype", np.float32)) for name, x in self.outputs.items()
-        }
+    @staticmethod
+    def of_row(row: Row) -> "Sample":
+        """Return the response that a row of a data set has, with the mask of what is to be learned."""
+        mask = np.array(row["mask"], np.float32)
+        response = np.array(row["response"], np.int32)
+        return Sample(row, response, {"response_mask": mask}, stopped=True)
+
+    def output(self, name: str) -> np.ndarray:
+        """Return one of `outputs`; if it is missing, 0 for each token, or 1 in "response_mask"."""
+        if name in self.outputs:
+            return self.outputs[name]
+        return np.full(len(self.response), name == "response_mask", np.float32)
 
     @property
     def contexts(self) -> list[tuple]:
         """Return what the model reads: (query, tokens, mask of those that it has sampled) of each
         context.
         """
-        mask = self.outputs.get("response_mask", np.ones(len(self.response)))
+        mask = self.output("response_mask")
         parts = zip(np.split(self.response, self.starts), np.split(mask, self.starts))
         queries = [self.row["query"], *[()] * len(self.starts)]
         return [(query, *part) for query, part in zip(queries, parts)]
@@ -90,12 +94,9 @@ class Batch:
 
         Its scores are NaN until the script makes them.
         """
-        lengths = torch.tensor([len(x.response) for x in samples], device=device)
-        tokens = {
-            "response_mask": torch.arange(int(lengths.max()), device=device) < lengths[:, None]
-        }
-        for name in {name: None for x in samples for name in x.outputs}:
-            rows = [torch.as_tensor(x.outputs.get(name, ())) for x in samples]
+        tokens = {}
+        for name in {name: None for x in samples for name in ("response_mask", *x.outputs)}:
+            rows = [torch.as_tensor(x.output(name)) for x in samples]
             tokens[name] = pad_sequence(rows, batch_first=True).to(device)
         tokens["response_mask"] = tokens["response_mask"].bool()
         components = {

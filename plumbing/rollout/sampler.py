@@ -105,15 +105,13 @@ class Sampler:
         local = list(chain(*self.world.shard(parts)))  # this rank's responses; "place": index in it
         scoring = Scoring(self.reward_sources, self.interrupted)
 
-        def end(place: int, response: list[int], outputs: dict, conversation: Any = None) -> None:
+        def end(place: int, response: np.ndarray, outputs: dict, conversation: Any = None) -> None:
             """Have a response scored that has ended, while others are sampled."""
             i = local[place]
             if conversation:
                 stopped = conversation.stop_reason != "length"
                 sample = Sample(conversation.row, response, outputs, stopped, conversation)
                 sample.starts = conversation.starts
-                # Arrays, as ranks send each other the conversation, too.
-                conversation.response, conversation.outputs = sample.response, sample.outputs
             else:
                 sample = Sample(asked[i], response, outputs, response[-1] in self.stop_ids)
             sample.greedy = i % size == samples
@@ -216,11 +214,12 @@ class Sampler:
         uniforms: Tensor,
         lengths: list[int],
         stop_strings: Callable | None = None,
-    ) -> Iterator[tuple[int, list[int], dict[str, list[float]]]]:
+    ) -> Iterator[tuple[int, np.ndarray, dict[str, np.ndarray]]]:
         """Call the script's decode loop with --generation_batch_size queries at a time; if
         interrupted, not with all.
 
-        See `generate` of a script for the arguments and what it yields.
+        See `generate` of a script for the arguments and what it yields; here these are arrays, the
+        response int32.
         """
         size = self.args.generation_batch_size
         for start in range(0, len(queries), size):
@@ -238,12 +237,11 @@ class Sampler:
                 lengths[part],
                 stop_strings,
             )
-            ended = []
             for place, response, outputs in sampled:
-                ended.append((len(queries[start + place]), len(response)))
-                yield start + place, response, outputs
+                self.decoding.count_cached(len(queries[start + place]), len(response))
+                arrays = {name: x.cpu().numpy() for name, x in outputs.items()}
+                yield start + place, response.int().cpu().numpy(), arrays
             interrupted()  # takes the time of the last pass
-            self.decoding.count_cached(ended)
 
 
 @dataclass

@@ -335,9 +335,10 @@ def test_answers_that_a_network_harms(harm, monkeypatch, no_pauses):
     """
     change, arrives = HARMS[harm]
     scores = Server(lambda question, _: test_reward_client.right(question))
-    tokens = [{"token_id": i, "logprob": -0.5} for i in range(3)]
+    logprobs = {"content": [{"logprob": -0.5}] * 3}
     spans = [{"version": "4", "start": 0, "end": 3}]
-    choice = {"finish_reason": "stop", "logprobs": {"content": tokens}, "weight_versions": spans}
+    choice = {"finish_reason": "stop", "weight_versions": spans}
+    choice |= {"token_ids": [0, 1, 2], "logprobs": logprobs}
     samples = Server(lambda *_: (200, {"choices": [choice]}, {}))
     proxies = [Proxy(server.url, change) for server in (scores, samples)]
     source = source_at(proxies[0].url)
@@ -349,7 +350,7 @@ def test_answers_that_a_network_harms(harm, monkeypatch, no_pauses):
     monkeypatch.setattr(vllm_servers, "SERVER_PATIENCE", 60.0 if arrives else 0.5)
     sample = servers._sample(proxies[1].url, {})
     if arrives:
-        assert asyncio.run(sample)[0] == [0, 1, 2]
+        assert asyncio.run(sample)[0].tolist() == [0, 1, 2]
     else:
         with pytest.raises(RuntimeError, match="generate failed for"):
             asyncio.run(sample)

@@ -73,10 +73,12 @@ def converse(
             turn = await engine.sample(
                 place, query, 1000 * seed + number, length, stop_ids, args, interrupted
             )
-            made[place].append(
-                None if turn is None else (query, turn[0], turn[1]["rollout_logprobs"])
-            )
-            query = query if turn is None else query + turn[0] + OBSERVATION
+            if turn is None:
+                made[place].append(None)
+                continue
+            tokens, outputs = turn
+            made[place].append((query, tokens.tolist(), outputs["rollout_logprobs"].tolist()))
+            query = [*query, *tokens.tolist(), *OBSERVATION]
 
     calls = map(conversation, range(len(queries)), queries, seeds, waits or [0.0] * len(queries))
     engine.run_all(calls, interrupted)
@@ -134,7 +136,7 @@ def sync_in_flight(engine, model, queries, args) -> tuple[float, float, int]:
         for step in steps.unique():
             for later in (0, 1):
                 model.load_state_dict(weights[min(step + later, len(weights) - 1)])
-                expected = logprobs_of(model, queries[place], response, args.temperature)
+                expected = logprobs_of(model, queries[place], response.tolist(), args.temperature)
                 difference = (expected - given)[steps == step].abs().max().item()
                 worst[later] = max(worst[later], difference)
     model.load_state_dict(weights[0])

@@ -461,17 +461,18 @@ def end_processes(*servers) -> None:
             server.process.wait(60)
 
 
-def listed(sampled) -> tuple[list[list[int]], list[dict[str, list[float]]]]:
-    """Responses and their values, in the order of their queries, of what a decode loop yields."""
+def listed(sampled) -> tuple[list[list[int]], list[list[float]]]:
+    """Responses and their log-probabilities, in the order of their queries, of what a decode loop
+    yields.
+    """
     in_order = sorted(sampled, key=lambda each: each[0])
-    return [response for _, response, _ in in_order], [values for _, _, values in in_order]
+    logprobs = [outputs["rollout_logprobs"].tolist() for *_, outputs in in_order]
+    return [response.tolist() for _, response, _ in in_order], logprobs
 
 
-def sampled_by(
-    engine, queries, seeds, *inputs
-) -> tuple[list[list[int]], list[dict[str, list[float]]]] | None:
-    """Responses and their values, as `listed`, of an engine; None unless all have ended. Greedy ones
-    without seeds.
+def sampled_by(engine, queries, seeds, *inputs) -> tuple | None:
+    """Responses and their log-probabilities, as `listed`, of an engine; None unless all have ended.
+    Greedy ones without seeds.
     """
     ended = []
     seeds = seeds or [None] * len(queries)
