@@ -27,6 +27,7 @@ from types import SimpleNamespace
 
 os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
 
+import numpy as np
 import repository  # noqa: F401
 import torch
 import tyro
@@ -127,8 +128,10 @@ class Engine(VllmSampling):
         memory.set_bytes("vLLM", sum(self.bytes))
         length = self.length
         self.length = args.max_response_length
+        response = np.full(length, 5, np.int32)
+        response[-1] = stop_ids[0]
         for place in range(len(queries)):
-            end(place, [5] * (length - 1) + stop_ids[:1], {"rollout_logprobs": [-1.0] * length})
+            end(place, response, {"rollout_logprobs": np.full(length, -1, np.float32)})
 
     def sync(self, model, _):
         memory.set_bytes("vLLM", sum(self.bytes[: 1 + self.stays]))  # the cache wakes behind it
