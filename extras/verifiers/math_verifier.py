@@ -47,15 +47,16 @@ def reference_text(answer: Any) -> str:
 ANNOUNCED = re.compile(
     r"(?:(?i:answer|réponse|respuesta|antwort|risposta|resposta|ответ)"
     r"(?:[^.\n:]{0,80}?(?::|=|\b(?:is|are|(?:should|must|would|will) be|est|es|ist|é|è)\b)|\W{0,9}?(?=\n|\\\[|\\\(|\$))"
-    r"|(?:答案|答え|正解|정답)\W?[是为はは은]?|####(?=[^\n]{0,500}\s*$|\W{0,9}\d\S{0,99}\s{0,9}\n))(?:[\s*_`#>:：]{0,9}\n\s*[-•*]\s)?[\s*_`#>:：]*"
+    r"|(?:答案|故选|答え|正解|정답)\W?[是为はは은]?|####(?=[^\n]{0,500}\s*$|\W{0,9}\d\S{0,99}\s{0,9}\n))(?:[\s*_`#>:：]{0,9}\n\s*[-•*]\s)?[\s*_`#>:：]*"
 )
 SENTENCE = re.compile(
     r"(?s)(?:\\\[.{0,500}?\\\]|\$\$.{0,500}?\$\$|\\begin.{0,500}?\\end|[^\n.。।]|\.(?![\s*]|$))+"
 )
 # Bold, a formula or a number such as 2 1/4.
 PIECE = re.compile(
-    r"(?s)(\*\*|`|\$).{1,200}?\1|\\[(\[].{1,200}?\\[)\]]|[^\s=\\]{0,9}[=\\]\S*|-?\d(?:[\d.,/:]| (?=\d+/\d|\d{3}\b))*%?"
+    r"(?s)(\*\*|`|\$).{1,200}?\1|\\[(\[].{1,200}?\\[)\]]|[^\s=\\]{0,9}[=\\]\S*|[-−√.]{0,2}\d(?:[\d.,/:^√π]| (?=\d+/\d|\d{3}\b))*%?"
 )
+LEADING_WORDS = re.compile(r"(?s)^\W*(?:(?:[^\W\d_]['’])?[^\W\d_]{2,}+(?![(_])[\s,:，]*)+(?=.*\w)")
 
 
 def stated_answer(text: str) -> str:
@@ -73,7 +74,7 @@ def stated_answer(text: str) -> str:
     parts = sentences[-1:]
     for sentence in sentences:
         for piece in PIECE.finditer(sentence):
-            parts = [sentence, sentence[piece.start() :], piece[0]]
+            parts = [sentence, LEADING_WORDS.sub("", sentence), piece[0]]
     for part in parts:
         if not read_answer(part).words:
             break
@@ -162,7 +163,7 @@ SPELLINGS = r"""
 ,?␣for␣(?:any|all|every|some)\b.*|(?<=[a-z}]),?␣where\b.* →
 (?i)\b(?:must|will|would|should|to)␣be\b|\bequals\b|\bis␣equal␣to\b →is
 (?i)^[^\d;=\\]*?(?:\b(?:is|are|was|has|have|gives?|gets?)\b|[:：])[\s:]* →
-(?i)\b(?:the|an|a(?=␣\w\w)|of|it|so|we|there|any|all|each|at|exactly|approximately|find)\b[␣,]* →
+(?i)\b(?:the|an|a(?=␣\w\w)|of|it(?:'s)?|so|us|we|there|any|all|each|at|exactly|approximately|find)\b[␣,]* →
 (?i)\b(?:total|result|answer|option|choice|left|old|long|thus|hence|therefore)\b[␣,]* →
 ^[␣*_#]*(?:\\approx\b|(?:is|are)\b|[+=])?␣*|[␣*_.,;:\\。]+$|(?<=[a-z]{3})!$ →
 """
