@@ -129,7 +129,7 @@ SPELLINGS = r"""
 (?<=[\d}])␣?hal(?:f|ves)\b                     →/2␣
 (?<=[\d}])␣?thirds?\b                          →/3␣
 (?<=[\d}])␣?quarters?\b                        →/4␣
-(?<=[\d})%])␣of␣(?:the|an?|all|his|her|its|their)\b[^\d\\]*$ →
+(?:(?<=[\d})%])␣of␣(?:the|an?|all|his|her|its|their)|(?<=[a-z]s)␣(?:of|in))\b[^\d\\]*$ →
 \bRs\b\.?                                      →₹
 (^␣?|[a-z:：]␣)(-?)␣?(\\\$|[€£¥₹])␣?(.*?)(␣per␣.*)?$ →\1\2\4␣\3\5
 \\\$                                           →$
@@ -164,7 +164,7 @@ SPELLINGS = r"""
 (?i)\b(?:must|will|would|should|to)␣be\b|\bequals\b|\bis␣equal␣to\b →is
 (?i)^[^\d;=\\]*?(?:\b(?:is|are|was|has|have|gives?|gets?)\b|[:：])[\s:]* →
 (?i)\b(?:the|an|a(?=␣\w\w)|of|it(?:'s)?|so|us|we|there|any|all|each|at|exactly|approximately|find)\b[␣,]* →
-(?i)\b(?:total|result|answer|option|choice|left|old|long|thus|hence|therefore)\b[␣,]* →
+(?i)\b(?:total|result|answer|option|choice|left|old|long|later|away|remaining|altogether|thus|hence|therefore)\b[␣,]* →
 ^[␣*_#]*(?:\\approx\b|(?:is|are)\b|[+=])?␣*|[␣*_.,;:\\。]+$|(?<=[a-z]{3})!$ →
 """
 TIDY = [re.split(" *→", line) for line in SPELLINGS.replace("␣", " ").strip().splitlines()]
@@ -178,7 +178,7 @@ UNITS = """
 meter=m metre=m gram=g second=s sec=s minute=min hour=h hr=h day=day month=month week=week year=yr yr=yr liter=L litre=L
 l=L joule=J newton=N watt=W volt=V ampere=A amp=A coulomb=C kelvin=K farad=F tesla=T ohm=Ω hertz=Hz pascal=Pa mole=mol
 byte=B bit=bit calorie=cal foot=ft feet=ft inch=in inche=in yard=yd mile=mi pound=£ lb=£ gbp=£ ounce=oz gallon=gal
-radian=rad deg=° dollar=$ usd=$ euro=€ eur=€ yen=¥ rupee=₹ cent=¢ point=pt pt=pt unit=1 people=people eV=eV ml=mL
+radian=rad deg=° dollar=$ usd=$ euro=€ eur=€ yen=¥ rupee=₹ cent=¢ point=pt pt=pt unit=1 people=people men=men women=women cup=cup eV=eV ml=mL
 degC=°C degF=°F st=th nd=th rd=th bpm=bpm children=children %=% '=' /=/
 """
 NAMES = {
