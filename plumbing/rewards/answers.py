@@ -36,9 +36,9 @@ def after_thought(response: str) -> str:
     return response.rpartition("</think>")[2].partition("<think>")[0].strip()
 
 
-CONTENT = r"(?:\\(?!boxed).|[^{}\\])*+"
+CONTENT = r"(?:\\.|[^{}\\])*+"
 for _ in range(8):  # braces in each other
-    CONTENT = rf"(?:\\(?!boxed).|[^{{}}\\]|\{{{CONTENT}\}})*+"
+    CONTENT = rf"(?:\\.|[^{{}}\\]|\{{{CONTENT}\}})*+"
 BOX = re.compile(rf"(?s)\\boxed\s*(?:\{{({CONTENT})\}}|([^\s${{}}]+))")
 
 
@@ -53,7 +53,8 @@ def last_boxes(text: str) -> list[str] | None:
         return None
     sentence = re.split(r"\n|\. ", before)[-1] + box + rest
     whole = BOX.match(box + rest)
-    return ["".join(content).strip() for content in BOX.findall(sentence)] if whole else []
+    contents = ["".join(content) for content in BOX.findall(sentence)] if whole else []
+    return [BOX.sub(r"\1\2", content).strip() for content in contents]
 
 
 def final_text(response: str) -> str:
