@@ -50,7 +50,7 @@ ANNOUNCED = re.compile(
     r"|(?:答案|故选|答え|正解|정답)\W?[是为はは은]?|####(?=[^\n]{0,500}\s*$|\W{0,9}\d\S{0,99}\s{0,9}\n))(?:[\s*_`#>:：]{0,9}\n\s*[-•*]\s)?[\s*_`#>:：]*"
 )
 SENTENCE = re.compile(
-    r"(?s)(?:\\\[.{0,500}?\\\]|\$\$.{0,500}?\$\$|\\begin.{0,500}?\\end|[^\n.。।]|\.(?![\s*]|$))+"
+    r"(?s)(?:\\\[.{0,500}?\\\]|\$\$.{0,500}?\$\$|\\begin.{0,500}?\\end|[^\n.。।]|(?<=\b[A-Z])[.。](?! [A-Z])|\.(?![\s*]|$))+"
 )
 # Bold, a formula or a number such as 2 1/4.
 PIECE = re.compile(
@@ -93,7 +93,7 @@ SPELLINGS = r"""
 [−–]                                           →-
 [·⋅]                                           →\\cdot␣
 √                                              →\\sqrt␣
-∞                                              →\\infty␣
+∞|\binfinity\b                                              →\\infty␣
 ²                                              →^2
 ³                                              →^3
 ½                                              →\\frac12
@@ -105,6 +105,7 @@ SPELLINGS = r"""
 \\rbrace\b                                     →\\}
 \\langle\b                                     →(
 \\rangle\b                                     →)
+\\\\␣*\[\d+\w+\] →\\\\
 \{([:,])\}                                     →\1
 (?<!\\)\$|(?<!\\)\\[()\[\]]|\\!\s*|`           →
 \\(?:displaystyle|normalsize|[lL]arge|LARGE|[hH]uge|bf|it|rm|bm|boldsymbol|underline)(?![A-Za-z]) →␣
@@ -159,16 +160,17 @@ SPELLINGS = r"""
 (?<=\d)␣cubic␣([a-z]+)                         →␣\1^3
 \b(?:and|or)\b(?!.*(?:[<>]|\\[lg]))(?=.*\d)    →,
 ␣(?:is|as)␣(?:the|our|my)␣(?:final␣)?answer\b    →
-,?␣\(?(?:because|since|which|not)\b.*|[,(]␣?(?:as|by|attained|achieved)\b.* →
+,?␣\(?(?:because|since|which|not|non)\b.*|,␣it\b.*|不是.*|[,(]␣?(?:as|by|attained|achieved)\b.* →
 ,?␣for␣(?:any|all|every|some)\b.*|(?<=[a-z}]),?␣where\b.* →
 (?i)\b(?:must|will|would|should|to)␣be\b|\bequals\b|\bis␣equal␣to\b →is
 (?i)^[^\d;=\\]*?(?:\b(?:is|are|was|has|have|gives?|gets?)\b|[:：])[\s:]* →
-(?i)\b(?:the|an|a(?=␣\w\w)|of|it(?:'s)?|so|us|we|there|any|all|each|at|exactly|approximately|find)\b[␣,]* →
+(?i)\b(?:the|an|a(?=␣\w\w)|of|it(?:'s)?|so|us|we|there|any|all|each|at|exactly|approximately|find|indeed|simply|clearly|for sure)\b[␣,]* →
 (?i)\b(?:total|result|answer|option|choice|left|old|long|later|away|remaining|altogether|thus|hence|therefore)\b[␣,]* →
 ^[␣*_#]*(?:\\approx\b|(?:is|are)\b|[+=])?␣*|[␣*_.,;:\\。]+$|(?<=[a-z]{3})!$ →
+^\(([A-Z])\)$ →\1
 """
 TIDY = [re.split(" *→", line) for line in SPELLINGS.replace("␣", " ").strip().splitlines()]
-CHOICE = re.compile(r"^\(?([A-Z])(?:\)|[.:]) +(?!\(?[A-Z]\b)(.+)")
+CHOICE = re.compile(r"^\(?([A-Z])(?:\)|[.:。]) +(?!\(?[A-Z]\b)(.+)")
 WORD = re.compile(
     r"(?<![\\A-Za-z_{])[^\W\d_]{4,}|(?:(?!\d)[\u0590-\u1fff\u3040-\ud7ff])+|\b(?:or|and)\b|\\[lc]?dots|(?<=\d)_\w+"
 )
