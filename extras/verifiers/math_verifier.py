@@ -109,7 +109,8 @@ SPELLINGS = r"""
 \{([:,])\}                                     →\1
 (?<!\\)\$|(?<!\\)\\[()\[\]]|\\!\s*|`           →
 \\(?:displaystyle|normalsize|[lL]arge|LARGE|[hH]uge|bf|it|rm|bm|boldsymbol|underline)(?![A-Za-z]) →␣
-\\(?:checkmark|Rightarrow|implies|therefore|left|right)(?![A-Za-z]) →␣
+^.*\\(?:Rightarrow|implies|therefore)(?![A-Za-z]) →
+\\(?:checkmark|left|right)(?![A-Za-z]) →␣
 \\(?:text)?color␣*\{\w+\}|(?<!\\)\\[,;:>␣]|\\q?quad\b|~|\s →␣
 \\(?:text(?:normal|bf|it|rm)?|math(?:rm|bf|it|sf)|[mh]box|operatorname)\*?\s*\{((?:[^{}]|\{[^{}]*\})*)\} →␣\1␣
 \\frac␣?\{␣([A-Za-z]+)␣\}\{␣([A-Za-z]+␣(?:\^\d)?)␣?\} →␣\1/\2
@@ -158,7 +159,7 @@ SPELLINGS = r"""
 ^\\\{␣*(\(.*\))␣*\\\}$                         →\1
 (?<=\d)␣(?:square|sq\.?)␣([a-z]+)|(?<=[a-z]{2})␣squared →␣\1^2
 (?<=\d)␣cubic␣([a-z]+)                         →␣\1^3
-\b(?:and|or)\b(?!.*(?:[<>]|\\[lg]))(?=.*\d)    →,
+(?:\b(?:and|or)\b|\\lor\b|\\vee\b)(?!.*(?:[<>]|\\[lg]e))(?=.*[\d=])    →,
 ␣(?:is|as)␣(?:the|our|my)␣(?:final␣)?answer\b    →
 ,?␣\(?(?:because|since|which|not|non)\b.*|,␣it\b.*|不是.*|[,(]␣?(?:as|by|attained|achieved)\b.* →
 ,?␣for␣(?:any|all|every|some)\b.*|(?<=[a-z}]),?␣where\b.* →
