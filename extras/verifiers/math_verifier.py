@@ -159,7 +159,8 @@ SPELLINGS = r"""
 ^\\\{␣*(\(.*\))␣*\\\}$                         →\1
 (?<=\d)␣(?:square|sq\.?)␣([a-z]+)|(?<=[a-z]{2})␣squared →␣\1^2
 (?<=\d)␣cubic␣([a-z]+)                         →␣\1^3
-(?:\b(?:and|or)\b|\\lor\b|\\vee\b)(?!.*(?:[<>]|\\[lg]e))(?=.*[\d=])    →,
+\bor\b(?=.*(?:[<>]|\\[lg][et])) →\\cup
+(?:\b(?:and|or)\b|\\lor\b|\\vee\b)(?!.*(?:[<>]|\\[lg][et]))(?=.*[\d=])    →,
 ␣(?:is|as)␣(?:the|our|my)␣(?:final␣)?answer\b    →
 ,?␣\(?(?:because|since|which|not|non)\b.*|,␣it\b.*|不是.*|[,(]␣?(?:as|by|attained|achieved)\b.* →
 ,?␣for␣(?:any|all|every|some)\b.*|(?<=[a-z}]),?␣where\b.* →
@@ -168,7 +169,7 @@ SPELLINGS = r"""
 (?i)\b(?:the|an|a(?=␣\w\w)|of|it(?:'s)?|so|us|we|there|any|all|each|at|exactly|approximately|find|indeed|simply|clearly|for sure)\b[␣,]* →
 (?i)\b(?:total|result|answer|option|choice|left|old|long|later|away|remaining|altogether|thus|hence|therefore)\b[␣,]* →
 ^[␣*_#]*(?:\\approx\b|(?:is|are)\b|[+=])?␣*|[␣*_.,;:\\。]+$|(?<=[a-z]{3})!$ →
-^\(([A-Z])\)$ →\1
+^\(([A-Z]|[^,()]*=[^,()]*)\)$ →\1
 """
 TIDY = [re.split(" *→", line) for line in SPELLINGS.replace("␣", " ").strip().splitlines()]
 CHOICE = re.compile(r"^\(?([A-Z])(?:\)|[.:。]) +(?!\(?[A-Z]\b)(.+)")
@@ -267,12 +268,14 @@ def parse(text: str) -> Any:
     or the text that it cannot parse.
     """
     from math_verify.parser import NormalizationConfig, normalize_latex, parse_latex_cached
-    from sympy import I, Symbol
+    from sympy import I, Symbol, Union
 
     i = Symbol("i", real=False)
     # Its list of units has c, d, h and t, and makes 2 of 2c.
     latex = normalize_latex(text, NormalizationConfig(malformed_operators=True))
     try:
+        if re.search(r"([<>]|\\[lg][et]).*\\cup", latex):  # such as x < 1 or x > 3
+            return Union(*(parse(part).as_set() for part in latex.split(r"\cup")))
         value = parse_latex_cached(latex)
         return value.subs(i, I) if i in value.free_symbols else value
     except Exception:  # of several libraries
