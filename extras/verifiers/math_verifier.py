@@ -73,8 +73,8 @@ def stated_answer(text: str) -> str:
         return sentences[0]
     parts = sentences[-1:]
     for sentence in sentences:
-        for piece in PIECE.finditer(sentence):
-            parts = [sentence, LEADING_WORDS.sub("", sentence), piece[0]]
+        if pieces := [match[0] for match in PIECE.finditer(sentence)]:
+            parts = [sentence, LEADING_WORDS.sub("", sentence), pieces[-1]]
     for part in parts:
         if not read_answer(part).words:
             break
