@@ -275,7 +275,7 @@ def parse(text: str) -> Any:
     latex = normalize_latex(text, NormalizationConfig(malformed_operators=True))
     try:
         if re.search(r"([<>]|\\[lg][et]).*\\cup", latex):  # such as x < 1 or x > 3
-            return Union(*(parse(part).as_set() for part in latex.split(r"\cup")))
+            return Union(*(parse(part).as_set() for part in latex.split(r"\cup", 9)))
         value = parse_latex_cached(latex)
         return value.subs(i, I) if i in value.free_symbols else value
     except Exception:  # of several libraries
