@@ -33,6 +33,7 @@ def math(response: str, answer: Any) -> float:
 
 def reference_text(answer: Any) -> str:
     """Return what a response has to repeat of a reference; raise ValueError if that is nothing."""
+    # The announcement keeps all of a reference of several sentences or formulas' words.
     reference = stated_answer("answer:" + gold_answer(answer))
     if not re.search(r"\w", reference) or len(reference) > LONGEST:
         raise ValueError(f"{answer!r:.60} is not an answer that a response can repeat")
@@ -47,21 +48,27 @@ def reference_text(answer: Any) -> str:
 ANNOUNCED = re.compile(
     r"(?:(?i:answer|réponse|respuesta|antwort|risposta|resposta|ответ)"
     r"(?:[^.\n:]{0,80}?(?::|=|\b(?:is|are|(?:should|must|would|will) be|est|es|ist|é|è)\b)|\W{0,9}?(?=\n|\\\[|\\\(|\$))"
-    r"|(?:答案|答え|正解|정답)\W?[是为はは은]?|####(?=[^\n]{0,500}\s*$|\W{0,9}\d\S{0,99}\s{0,9}\n))(?:[\s*_`#>:：]{0,9}\n\s*[-•*]\s)?[\s*_`#>:：]*"
+    r"|(?:答案|故选|答え|正解|정답)\W?[是为はは은]?|####(?=[^\n]{0,500}\s*$|\W{0,9}\d\S{0,99}\s{0,9}\n))(?:[\s*_`#>:：]{0,9}\n\s*[-•*]\s)?[\s*_`#>:：]*"
 )
 SENTENCE = re.compile(
-    r"(?s)(?:\\\[.{0,500}?\\\]|\$\$.{0,500}?\$\$|\\begin.{0,500}?\\end|[^\n.。।]|\.(?![\s*]|$))+"
+    r"(?s)(?:\\\[.{0,500}?\\\]|\$\$.{0,500}?\$\$|\\begin.{0,500}?\\end"
+    r"|[^\n.。।]|(?<=\b[A-Z])[.。](?! [A-Z])|\.(?![\s*]|$))+"
 )
 # Bold, a formula or a number such as 2 1/4.
 PIECE = re.compile(
-    r"(?s)(\*\*|`|\$).{1,200}?\1|\\[(\[].{1,200}?\\[)\]]|[^\s=\\]{0,9}[=\\]\S*|-?\d(?:[\d.,/:]| (?=\d+/\d|\d{3}\b))*%?"
+    r"(?s)(\*\*|`|\$).{1,200}?\1|\\[(\[].{1,200}?\\[)\]]|[^\s=\\]{0,9}[=\\]\S*"
+    r"|[-−√.]{0,2}\d(?:[\d.,/:^√π]| (?=\d+/\d|\d{3}\b))*%?"
+)
+# As in "Donc, l'aire est"; not a function such as sqrt(2).
+LEADING_WORDS = re.compile(
+    r"(?s)^[^\w*$]*(?:(?:[^\W\d_]['’])?[^\W\d_]{2,}+(?![(_])[\s,:，]*)+(?=.*\w)"
 )
 
 
 def stated_answer(text: str) -> str:
     """Return the boxes of the last sentence with one, else the sentence after the last announcement,
-    else the last sentence with a formula, or, if that has further words, the end of it from its
-    last formula on, or, if that has further words too, this formula.
+    else a part of the last sentence with a formula: all of it, or, if that has further words, what
+    follows its leading words, or, if that has further words too, its last formula.
     """
     boxes = last_boxes(text)
     if boxes is not None:
@@ -72,8 +79,8 @@ def stated_answer(text: str) -> str:
         return sentences[0]
     parts = sentences[-1:]
     for sentence in sentences:
-        for piece in PIECE.finditer(sentence):
-            parts = [sentence, sentence[piece.start() :], piece[0]]
+        if pieces := list(PIECE.finditer(sentence)):
+            parts = [sentence, LEADING_WORDS.sub("", sentence), pieces[-1][0]]
     for part in parts:
         if not read_answer(part).words:
             break
@@ -83,16 +90,16 @@ def stated_answer(text: str) -> str:
 # ---- the text of an answer -----------------------------------------------------------------------
 
 
-# Patterns and what replaces them, in this order; ␣ is a space. First what is not shown, then
-# symbols, signs of formulas and fonts, spaces, text, units, number words, and forms of numbers such
-# as 1.5e3, 0.\overline{3}, 1 234 567 and 1 1/2; a set of points; reasons, introductions up to "is",
-# and words that change nothing.
+# Patterns and what replaces them, from top to bottom; ␣ is a space. A line without → is a heading.
 SPELLINGS = r"""
+What is not shown
 (?<!\\)%(?=\w).*|^\s*%.*|\\(?:[hv]?phantom|label|tag|hspace|footnote)\s*\{[^{}]*\} →
+Symbols
 [−–]                                           →-
 [·⋅]                                           →\\cdot␣
 √                                              →\\sqrt␣
-∞                                              →\\infty␣
+≈                                              →\\approx␣
+∞|\binfinity\b                                              →\\infty␣
 ²                                              →^2
 ³                                              →^3
 ½                                              →\\frac12
@@ -104,12 +111,16 @@ SPELLINGS = r"""
 \\rbrace\b                                     →\\}
 \\langle\b                                     →(
 \\rangle\b                                     →)
+\\\\␣*\[\d+\w+\] →\\\\
 \{([:,])\}                                     →\1
+Signs of formulas, fonts, spaces, text
 (?<!\\)\$|(?<!\\)\\[()\[\]]|\\!\s*|`           →
 \\(?:displaystyle|normalsize|[lL]arge|LARGE|[hH]uge|bf|it|rm|bm|boldsymbol|underline)(?![A-Za-z]) →␣
-\\(?:checkmark|Rightarrow|implies|therefore|left|right)(?![A-Za-z]) →␣
+^.*\\(?:Rightarrow|implies|therefore)(?![A-Za-z]) →
+\\(?:checkmark|left|right)(?![A-Za-z]) →␣
 \\(?:text)?color␣*\{\w+\}|(?<!\\)\\[,;:>␣]|\\q?quad\b|~|\s →␣
 \\(?:text(?:normal|bf|it|rm)?|math(?:rm|bf|it|sf)|[mh]box|operatorname)\*?\s*\{((?:[^{}]|\{[^{}]*\})*)\} →␣\1␣
+Units, percent
 \\frac␣?\{␣([A-Za-z]+)␣\}\{␣([A-Za-z]+␣(?:\^\d)?)␣?\} →␣\1/\2
 \\mu␣*(?=[mgsACFLVW]\b)                        →μ
 \\Omega\b                                      →Ω
@@ -117,6 +128,7 @@ SPELLINGS = r"""
 (?:\(?\\[bp]?|\()mod␣*\{?␣*(\d+)␣*\}?\)?       →␣mod\1␣
 \\?%|\bper␣?cent(?:age)?\b|\bpct\b             →␣%␣
 (?<=[\d}])␣%␣(?=.*\d)                          →␣
+Number words
 (?<=[\d}])␣?dozens?\b                          →\\times␣12␣
 (?<=[\d}])␣?hundreds?\b                        →\\times␣10^{2}␣
 (?<=[\d}])␣?thousands?\b                       →\\times␣10^{3}␣
@@ -128,7 +140,8 @@ SPELLINGS = r"""
 (?<=[\d}])␣?hal(?:f|ves)\b                     →/2␣
 (?<=[\d}])␣?thirds?\b                          →/3␣
 (?<=[\d}])␣?quarters?\b                        →/4␣
-(?<=[\d})%])␣of␣(?:the|an?|all|his|her|its|their)\b[^\d\\]*$ →
+What a number counts, currencies, units with a slash
+(?:(?<=[\d})%])␣of␣(?:the|an?|all|his|her|its|their)|(?<=[a-z]s)␣(?:of|in))\b[^\d\\]*$ →
 \bRs\b\.?                                      →₹
 (^␣?|[a-z:：]␣)(-?)␣?(\\\$|[€£¥₹])␣?(.*?)(␣per␣.*)?$ →\1\2\4␣\3\5
 \\\$                                           →$
@@ -137,6 +150,7 @@ SPELLINGS = r"""
 (\d.*[a-z$€£¥₹])␣(?:per|a)␣(?=[a-z])                →\1/
 /␣?\(([^()\d]*)\)                              →/\1
 (?<=[A-Za-z])␣([a-z]{1,3})␣?\^␣?\{?␣?-(\d)␣?\}? →/\1^\2
+Forms of numbers and formulas: 1.5e3, 0.\overline{3}, 1 234 567, 1 1/2, x**2, 60°, C(n, k)
 (?<![\w.])([\d.]+)[eE]([-+]?\d+)(?!\w)         →\1\\times␣10^{\2}
 (\.\d*)\\overline␣?\{(\d+)\}                   →\1\2\2\2\2\2\2\2\2
 (?<=\d)␣(?=(?:\d{3}␣)*\d{3}(?!\d))             →
@@ -156,28 +170,36 @@ SPELLINGS = r"""
 ^\\\{␣*(\(.*\))␣*\\\}$                         →\1
 (?<=\d)␣(?:square|sq\.?)␣([a-z]+)|(?<=[a-z]{2})␣squared →␣\1^2
 (?<=\d)␣cubic␣([a-z]+)                         →␣\1^3
-\b(?:and|or)\b(?!.*(?:[<>]|\\[lg]))(?=.*\d)    →,
+Several answers, reasons, introductions up to "is", words that change nothing
+(?:\b(?:and|or)\b|\\lor\b|\\vee\b)(?!.*(?:[<>]|\\[lg][et]))(?=.*[\d=])    →,
 ␣(?:is|as)␣(?:the|our|my)␣(?:final␣)?answer\b    →
-,?␣\(?(?:because|since|which|not)\b.*|[,(]␣?(?:as|by|attained|achieved)\b.* →
+,?␣\(?(?:because|since|which|not|non)\b.*|,␣it\b.*|不是.*|[,(]␣?(?:as|by|attained|achieved)\b.* →
 ,?␣for␣(?:any|all|every|some)\b.*|(?<=[a-z}]),?␣where\b.* →
 (?i)\b(?:must|will|would|should|to)␣be\b|\bequals\b|\bis␣equal␣to\b →is
-(?i)^[^\d,;=\\]*?(?:\b(?:is|are|was|has|have|gives?|gets?)\b|[:：])[\s:]* →
-(?i)\b(?:the|an|a(?=␣\w\w)|of|it|so|we|there|any|all|each|at|exactly|approximately|find)\b[␣,]* →
+^(\D*[^,]*[\d})])␣is␣(?=[^A-Za-z]*\d) →\1=
+(?i)^[^\d;=\\]*?(?:\b(?:is|are|was|has|have|gives?|gets?)\b|[:：])[\s:]* →
+(?i)\b(?:the|an|a(?=␣\w\w)|of|it(?:'s)?|so|us|we|there|any|all|each|at|exactly|approximately|find)\b[␣,]* →
 (?i)\b(?:total|result|answer|option|choice|left|old|long|thus|hence|therefore)\b[␣,]* →
+(?i)\b(?:later|away|remaining|altogether|indeed|simply|clearly|for sure)\b[␣,]* →
 ^[␣*_#]*(?:\\approx\b|(?:is|are)\b|[+=])?␣*|[␣*_.,;:\\。]+$|(?<=[a-z]{3})!$ →
+^\(([A-Z]|[^,()]*=[^,()]*)\)$ →\1
 """
-TIDY = [re.split(" *→", line) for line in SPELLINGS.replace("␣", " ").strip().splitlines()]
-CHOICE = re.compile(r"^\(?([A-Z])(?:\)|[.:]) +(?!\(?[A-Z]\b)(.+)")
+TIDY = [re.split(" *→", line) for line in SPELLINGS.replace("␣", " ").splitlines() if "→" in line]
+# Such as (C) 42.
+CHOICE = re.compile(r"^\(?([A-Z])(?:\)|[.:。]) +(?!\(?[A-Z]\b)(.+)")
+# Words, which make another answer: four letters, other scripts, "or", dots, and a base as in 12_3.
 WORD = re.compile(
     r"(?<![\\A-Za-z_{])[^\W\d_]{4,}|(?:(?!\d)[\u0590-\u1fff\u3040-\ud7ff])+|\b(?:or|and)\b|\\[lc]?dots|(?<=\d)_\w+"
 )
+# What stands before an "=", such as x or P(A).
 NAME = re.compile(r"(?>\([^()=]*\)|[^,;=<>])*+(?<![<>!])=(?![^{]*\})")
 
 UNITS = """
 meter=m metre=m gram=g second=s sec=s minute=min hour=h hr=h day=day month=month week=week year=yr yr=yr liter=L litre=L
 l=L joule=J newton=N watt=W volt=V ampere=A amp=A coulomb=C kelvin=K farad=F tesla=T ohm=Ω hertz=Hz pascal=Pa mole=mol
 byte=B bit=bit calorie=cal foot=ft feet=ft inch=in inche=in yard=yd mile=mi pound=£ lb=£ gbp=£ ounce=oz gallon=gal
-radian=rad deg=° dollar=$ usd=$ euro=€ eur=€ yen=¥ rupee=₹ cent=¢ point=pt pt=pt unit=1 people=people eV=eV ml=mL
+radian=rad deg=° dollar=$ usd=$ euro=€ eur=€ yen=¥ rupee=₹ cent=¢ point=pt pt=pt unit=1 people=people men=men
+women=women cup=cup eV=eV ml=mL
 degC=°C degF=°F st=th nd=th rd=th bpm=bpm children=children %=% '=' /=/
 """
 NAMES = {
@@ -214,8 +236,10 @@ def read_answer(stated: str) -> Answer:
         if all(name for name, _ in factors[1:] or factors):  # the first may be an adjective
             unit = [factor for factor in factors if factor[0] not in ("", "1")]
             formula = formula[: match.start(1)]
-    spelling = re.sub(r"(?<!\d) | (?!\d)|\.(?!\d)", "", text.casefold())
-    spellings = {spelling, CHOICE.sub(r"\1", text).casefold()} - {""}
+    spellings = {
+        re.sub(r"(?<!\d) | (?!\d)|\.(?!\d)", "", spelling.casefold())
+        for spelling in (text, CHOICE.sub(r"\1", text))
+    } - {""}
     words = WORD.findall(NAME.sub("", formula).casefold())
     return Answer(spellings, WORD.sub("", formula), unit, words)
 
@@ -225,7 +249,7 @@ def read_answer(stated: str) -> Answer:
 
 # Of a set, and of a tuple or interval.
 SET_AND_TUPLE = re.compile(r" *\\\{.*\n *[(\[]| *[(\[].*\n *\\\{")
-# Such as 2x = 6, and an inequality that has a variable twice.
+# Such as 2x = 6, which is not 6, and an inequality that has a variable twice.
 UNSOLVED = re.compile(
     r"(?=[^=]*[\d|])[^A-Za-z_\\(=]*[a-z][^A-Za-z_\\(=]*="
     r"|(?!.*(?:[<>]|\\[lg]e).*(?:[<>]|\\[lg]e))(?=.*(?:[<>]|\\[lg]e))"
@@ -241,9 +265,10 @@ def equal(reference: Answer, stated: Answer) -> bool:
     if reference.spellings & spellings:
         return True
     gold = reference.formula
-    number = plain_number(gold) or 0
     # A percent of a reference from 1 on may also be the number itself.
-    if unit == [("%", "")] and not (reference.unit or 1 <= number == plain_number(formula)):
+    if unit == [("%", "")] and not (
+        reference.unit or 1 <= (plain_number(gold) or 0) == plain_number(formula)
+    ):
         formula += r"\%"
     sides = re.split("=(?![^{]*})", formula)
     if (
