@@ -191,7 +191,7 @@ def ask(key: Any, /, *arguments: Any, **named: Any):
         if hasattr(type(old), "clear"):  # such as a list's
             old.clear()
             (getattr(old, "update", None) or old.extend)(new)
-        elif hasattr(old, "setflags"):  # an array of numpy
+        elif hasattr(type(old), "setflags"):  # an array of numpy
             old[...] = new
     return result
 
@@ -291,8 +291,10 @@ def run_tests(tests: str) -> None:
                 if name in unread:
                     setattr(program, name, value)
 
+        # Python is slow to find a builtin after a `__missing__` in vain.
+        found_at_once = {name: BUILTINS[name] for name in BUILTINS if name not in asked}
         try:
-            exec(asserts, Globals(__name__="__main__"))
+            exec(asserts, Globals(found_at_once, __name__="__main__"))
         except BaseException as error:
             return error
         return None
