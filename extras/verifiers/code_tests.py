@@ -116,13 +116,13 @@ def code(response: str, answer: Any, seconds: float = 24.0) -> float:
     ]
     read = set()
     changed = set()
-    by_value = True  # whether asserts cannot tell an object from a copy of it
+    # Whether asserts cannot tell an object from a copy of it.
+    by_value = not re.search(r"\b(is|id|type|callable|global|__\w+__)\b", tests.asserts)
     for node in ast.walk(ast.parse(tests.asserts)):
         match node:
-            case ast.Is() | ast.IsNot() | ast.Global() | ast.Expr(ast.Call(ast.Attribute())):
-                by_value = False
             case (
-                ast.Attribute(ctx=ast.Store() | ast.Del())
+                ast.Expr(ast.Call(ast.Attribute()))
+                | ast.Attribute(ctx=ast.Store() | ast.Del())
                 | ast.Subscript(ctx=ast.Store() | ast.Del())
             ):
                 by_value = False

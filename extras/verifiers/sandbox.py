@@ -171,7 +171,7 @@ def run(code: str, inputs: list[str], seconds: float, tests: str = "") -> Iterat
         marshal.dump([code, inputs, deadline, tests and of_tests.fileno()], job)
         job.seek(0)
         process = subprocess.Popen(
-            [sys.executable, "-I", "-Xutf8", __file__, folder],
+            [sys.executable, "-I", "-Xutf8", "-Xint_max_str_digits=0", __file__, folder],
             stdin=job,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
