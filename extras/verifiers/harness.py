@@ -29,30 +29,21 @@ import sys
 import types
 from typing import Any
 
-# Data of other types than JSON's: arguments that make an equal value. What derives from a type
-# becomes one of it.
-PLAIN: dict[str, Any] = {
-    "builtins.dict": lambda x: [[*x.items()]],
-    "collections.OrderedDict": lambda x: [[*x.items()]],
-    "collections.defaultdict": lambda x: [x.default_factory, [*x.items()]],
-    "collections.deque": lambda x: [[*x], x.maxlen],
-    "datetime.timezone": lambda x: x.__getinitargs__(),
-    "zoneinfo.ZoneInfo": lambda x: [x.key],
-    **dict.fromkeys(
-        "builtins.list builtins.tuple builtins.set builtins.frozenset builtins.bytes "
-        "builtins.bytearray".split(),
-        lambda x: [[*x]],
-    ),
-    **dict.fromkeys(
-        "builtins.int builtins.float builtins.str builtins.complex".split(),
-        lambda x: [*x.__getnewargs__()],
-    ),
-    **dict.fromkeys(
-        "builtins.range builtins.slice collections.Counter fractions.Fraction decimal.Decimal datetime.date "
-        "datetime.datetime datetime.time datetime.timedelta".split(),
-        lambda x: x.__reduce__()[1],
-    ),
+# The arguments that make equal data of types which JSON lacks. What derives from a type becomes one
+# of it.
+ARGUMENTS: dict[Any, str] = {
+    lambda x: [[*x]]: "builtins.list builtins.tuple builtins.set builtins.frozenset builtins.bytes "
+    "builtins.bytearray",
+    lambda x: [[*x.items()]]: "builtins.dict collections.OrderedDict",
+    lambda x: [x.default_factory, [*x.items()]]: "collections.defaultdict",
+    lambda x: [[*x], x.maxlen]: "collections.deque",
+    lambda x: x.__getnewargs__(): "builtins.int builtins.float builtins.str builtins.complex",
+    lambda x: x.__reduce__()[1]: "builtins.range builtins.slice collections.Counter "
+    "decimal.Decimal fractions.Fraction datetime.date datetime.datetime datetime.time "
+    "datetime.timedelta datetime.timezone",
+    lambda x: [x.key]: "zoneinfo.ZoneInfo",
 }
+PLAIN = {name: arguments for arguments, names in ARGUMENTS.items() for name in names.split()}
 # An object is not asked for these, which judge a value, unless the asserts name a class.
 METHODS = {name for kind in (str, list, dict, set) for name in dir(kind)}
 BUILTINS = dict(vars(builtins))
@@ -60,7 +51,7 @@ BUILTINS = dict(vars(builtins))
 MODULES = {name: name for name in sys.stdlib_module_names} | {"np": "numpy"}
 TYPES = {name: kind for name, kind in BUILTINS.items() if isinstance(kind, type)}
 Encoded = bytes | str  # a message, see `encode`
-lost: list = []  # what the asserts may have taken for a wrong value, as they have a copy
+lost: list = []  # why asserts may fail only because they have copies
 held: dict = {}  # what the other process may call; that of the tests holds functions only
 sys.modules["response"] = module = types.ModuleType("response")
 names = vars(module)  # of the program
@@ -155,7 +146,7 @@ def encode_value(value: Any):
     for base in type(value).__mro__:
         name = f"{base.__module__}.{base.__name__}"
         if name in PLAIN:
-            return {name: encode_value(PLAIN[name](value))}
+            return {name: [*map(encode_value, PLAIN[name](value))]}
     key = len(held)
     held[key] = value
     return {"mine": [key]}
@@ -274,18 +265,17 @@ def run_tests(tests: str) -> None:
     """Run asserts, then calls of a function, and print the list of their values, or why there is no
     score.
     """
-    # `unread`: names that asserts set and do not read; `reread`: those that they set and read.
-    # `by_value`: whether asserts can miss nothing else of the program than these.
-    asserts, unread, reread, by_value, function, calls = json.loads(tests)
+    asserts, changed, more_than_values, function, calls = json.loads(tests)
     program = Remote("response")
     defined = {*ask("dir", program)}
+    lost.extend([*more_than_values, *(defined | BUILTINS.keys()).intersection(changed)])
     found: list = []  # what the asserts have looked up in the program
 
-    def run_asserts(asked: set[str]) -> BaseException | None:
+    def run_asserts(known: dict[str, Any], asked: set[str]) -> BaseException | None:
         """Run the asserts, which find the names `asked` in the program; return what they raise."""
 
         class Globals(dict):
-            """The global names of the tests. Those that they do not read are set in the program."""
+            """The global names of the tests."""
 
             def __missing__(self, name: str):
                 if name not in asked:
@@ -297,15 +287,8 @@ def run_tests(tests: str) -> None:
                     METHODS.clear()
                 return ask("getattr", program, name)
 
-            def __setitem__(self, name: str, value: Any):
-                super().__setitem__(name, value)
-                if name in unread:
-                    setattr(program, name, value)
-
-        # Python is slow to find a builtin after a `__missing__` in vain.
-        found_at_once = {name: BUILTINS[name] for name in BUILTINS if name not in asked}
         try:
-            exec(asserts, Globals(found_at_once, __name__="__main__"))
+            exec(asserts, Globals(known, __name__="__main__"))
         except BaseException as error:
             return error
         return None
@@ -313,20 +296,15 @@ def run_tests(tests: str) -> None:
     sys.stdout = None
     # Builtins and modules are Python's: the program does not choose what judges it. But if asserts
     # use nothing else, a function that they test has such a name.
-    error = run_asserts(defined - BUILTINS.keys() - MODULES.keys())
+    error = run_asserts(BUILTINS, defined - BUILTINS.keys() - MODULES.keys())
     if not found:
-        error = run_asserts(defined)
+        error = run_asserts({}, defined)
     # An ImportError that the program has raised arrives without a name.
     if isinstance(error, ImportError) and error.name:
         report: Any = f"asserts cannot be run: {error}"
     elif error:
-        # A wrong value is as wrong without a copy.
-        if (
-            isinstance(error, AssertionError)
-            and by_value
-            and not lost
-            and defined.isdisjoint(reread)
-        ):
+        # A wrong value is as wrong in the process of the program.
+        if isinstance(error, AssertionError) and not lost:
             raise error
         ask("run", asserts)
         report = "asserts hold in the process of the program, but not with copies of its data"
