@@ -121,8 +121,9 @@ def code(response: str, answer: Any, seconds: float = 24.0) -> float:
         match node:
             case (
                 ast.Expr(ast.Call(ast.Attribute()))
-                | ast.Attribute(ctx=ast.Store() | ast.Del())
-                | ast.Subscript(ctx=ast.Store() | ast.Del())
+                | ast.Attribute(ctx=ast.Store())
+                | ast.Subscript(ctx=ast.Store())
+                | ast.Delete()
             ):
                 more_than_values.append(ast.unparse(node))
             case ast.Import() | ast.ImportFrom():

@@ -95,7 +95,7 @@ class Remote:
 
     def __contains__(self, value: Any) -> bool:
         # As where there is no such method, unless the asserts name a class; see METHODS.
-        return value in list(self.operate("iter")) if METHODS else self.operate("contains", value)
+        return value in iter(self) if METHODS else self.operate("contains", value)
 
 
 OPERATORS = {
@@ -271,7 +271,7 @@ def run_tests(tests: str) -> None:
     lost.extend([*more_than_values, *(defined | BUILTINS.keys()).intersection(changed)])
     found: list = []  # what the asserts have looked up in the program
 
-    def run_asserts(known: dict[str, Any], asked: set[str]) -> BaseException | None:
+    def run_asserts(known: dict, asked: set):
         """Run the asserts, which find the names `asked` in the program; return what they raise."""
 
         class Globals(dict):
@@ -291,7 +291,6 @@ def run_tests(tests: str) -> None:
             exec(asserts, Globals(known, __name__="__main__"))
         except BaseException as error:
             return error
-        return None
 
     sys.stdout = None
     # Builtins and modules are Python's: the program does not choose what judges it. But if asserts

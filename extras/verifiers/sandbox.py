@@ -11,7 +11,6 @@ Imports the standard library only: the interpreter of the programs is isolated (
 """
 
 import ctypes
-import functools
 import marshal
 import os
 import resource
@@ -206,7 +205,6 @@ def run(code: str, inputs: list[str], seconds: float, tests: str = "") -> Iterat
                         os.rename(entry, folders[-1])
 
 
-@functools.cache
 def open_limits() -> str:
     """Return what does not hold programs on this machine, "" for nothing. Raise RuntimeError if
     none runs.
