@@ -88,9 +88,9 @@ def table() -> dict[str, tuple[int, int]]:
     plumbing = [path for path in ROOT.glob("plumbing/**/*.py") if path.read_text()]
     everything = ("*.py", "plumbing/**/*.py", "extras/**/*.py", "scripts/**/*.py", "assets/**/*.py")
     rows = {
-        "Python outside tests, tokens": (tokens(*everything), 108_490),
+        "Python outside tests, tokens": (tokens(*everything), 108_485),
         "plumbing/, tokens": (tokens("plumbing/**/*.py"), 43_880),
-        "extras/, tokens": (tokens("extras/**/*.py"), 24_190),
+        "extras/, tokens": (tokens("extras/**/*.py"), 24_186),
         "plumbing/, files": (len(plumbing), 37),
         "plumbing/, files outside of its folders": (
             sum(path.parent.name == "plumbing" for path in plumbing),
