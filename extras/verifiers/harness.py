@@ -95,7 +95,7 @@ class Remote:
 
     def __contains__(self, value: Any) -> bool:
         # As where there is no such method, unless the asserts name a class; see METHODS.
-        return value in iter(self) if METHODS else self.operate("contains", value)
+        return value in list(self) if METHODS else self.operate("contains", value)
 
 
 OPERATORS = {
