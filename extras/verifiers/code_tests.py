@@ -114,34 +114,25 @@ def code(response: str, answer: Any, seconds: float = 24.0) -> float:
         f"import {name}\nfrom {name} import *"
         for name in (LIBRARIES if tests.fn_name else ["typing"])
     ]
-    read = set()
-    changed = set()
-    by_value = True  # whether asserts cannot tell an object from a copy of it
+    changed = []
+    # What can tell an object from a copy of it.
+    more_than_values = re.findall(r"\b(is|id|type|callable|global|__\w+__)\b", tests.asserts)
     for node in ast.walk(ast.parse(tests.asserts)):
         match node:
-            case ast.Is() | ast.IsNot() | ast.Global() | ast.Expr(ast.Call(ast.Attribute())):
-                by_value = False
             case (
-                ast.Attribute(ctx=ast.Store() | ast.Del())
-                | ast.Subscript(ctx=ast.Store() | ast.Del())
+                ast.Expr(ast.Call(ast.Attribute()))
+                | ast.Attribute(ctx=ast.Store())
+                | ast.Subscript(ctx=ast.Store())
+                | ast.Delete()
             ):
-                by_value = False
+                more_than_values.append(ast.unparse(node))
             case ast.Import() | ast.ImportFrom():
                 imports.append(ast.unparse(node))
-            case ast.Name(name, ast.Load()):
-                read.add(name)
-            case ast.Name(name) | ast.FunctionDef(name):
-                changed.add(name)
-    asked = (
-        tests.asserts,
-        [*changed - read],
-        [*changed & read],
-        by_value,
-        tests.fn_name,
-        tests.inputs,
-    )
+            case ast.Name(name, ast.Store()) | ast.FunctionDef(name):
+                changed.append(name)
     source = f"{HARNESS}\nprovide({imports})"
-    _, (_, printed) = sandbox.run(source, [program], seconds, json.dumps(asked))
+    asked = json.dumps((tests.asserts, changed, more_than_values, tests.fn_name, tests.inputs))
+    _, (_, printed) = sandbox.run(source, [program], seconds, asked)
     try:
         values = json.loads(printed)
         if isinstance(values, str):

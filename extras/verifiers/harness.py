@@ -29,27 +29,21 @@ import sys
 import types
 from typing import Any
 
-# Data of other types than JSON's: arguments that make an equal value. What derives from a type
-# becomes one of it.
-PLAIN: dict[str, Any] = {
-    "builtins.dict": lambda x: [[*x.items()]],
-    "collections.OrderedDict": lambda x: [[*x.items()]],
-    "collections.defaultdict": lambda x: [x.default_factory, [*x.items()]],
-    **dict.fromkeys(
-        "builtins.list builtins.tuple builtins.set builtins.frozenset builtins.bytes "
-        "builtins.bytearray collections.deque".split(),
-        lambda x: [[*x]],
-    ),
-    **dict.fromkeys(
-        "builtins.int builtins.float builtins.str builtins.complex".split(),
-        lambda x: [*x.__getnewargs__()],
-    ),
-    **dict.fromkeys(
-        "builtins.range collections.Counter fractions.Fraction decimal.Decimal datetime.date "
-        "datetime.datetime datetime.time datetime.timedelta".split(),
-        lambda x: x.__reduce__()[1],
-    ),
+# The arguments that make equal data of types which JSON lacks. What derives from a type becomes one
+# of it.
+ARGUMENTS: dict[Any, str] = {
+    lambda x: [[*x]]: "builtins.list builtins.tuple builtins.set builtins.frozenset builtins.bytes "
+    "builtins.bytearray",
+    lambda x: [[*x.items()]]: "builtins.dict collections.OrderedDict",
+    lambda x: [x.default_factory, [*x.items()]]: "collections.defaultdict",
+    lambda x: [[*x], x.maxlen]: "collections.deque",
+    lambda x: x.__getnewargs__(): "builtins.int builtins.float builtins.str builtins.complex",
+    lambda x: x.__reduce__()[1]: "builtins.range builtins.slice collections.Counter "
+    "decimal.Decimal fractions.Fraction datetime.date datetime.datetime datetime.time "
+    "datetime.timedelta datetime.timezone",
+    lambda x: [x.key]: "zoneinfo.ZoneInfo",
 }
+PLAIN = {name: arguments for arguments, names in ARGUMENTS.items() for name in names.split()}
 # An object is not asked for these, which judge a value, unless the asserts name a class.
 METHODS = {name for kind in (str, list, dict, set) for name in dir(kind)}
 BUILTINS = dict(vars(builtins))
@@ -57,6 +51,7 @@ BUILTINS = dict(vars(builtins))
 MODULES = {name: name for name in sys.stdlib_module_names} | {"np": "numpy"}
 TYPES = {name: kind for name, kind in BUILTINS.items() if isinstance(kind, type)}
 Encoded = bytes | str  # a message, see `encode`
+lost: list = []  # why asserts may fail only because they have copies
 held: dict = {}  # what the other process may call; that of the tests holds functions only
 sys.modules["response"] = module = types.ModuleType("response")
 names = vars(module)  # of the program
@@ -84,7 +79,12 @@ class Remote:
 
     def compare(self, name: str, other: Any):
         """Ask about two objects. The program gets no value that it could agree with."""
-        return ask(name, self, other) if isinstance(other, Remote) else NotImplemented
+        if isinstance(other, Remote):
+            return ask(name, self, other)
+        # An object of Python's own classes, such as the keys of a dict, can equal a value.
+        if ask("getattr", ask("type", self), "__module__") != "response":
+            lost.append(self)
+        return NotImplemented
 
     def compute(self, name: str, other: Any):
         """Ask for a sum or a product. That of an object and a value has to be an object: as data it
@@ -95,11 +95,11 @@ class Remote:
 
     def __contains__(self, value: Any) -> bool:
         # As where there is no such method, unless the asserts name a class; see METHODS.
-        return value in list(self.operate("iter")) if METHODS else self.operate("contains", value)
+        return value in list(self) if METHODS else self.operate("contains", value)
 
 
 OPERATORS = {
-    Remote.operate: "iter next len bool str repr hash getitem setitem delitem setattr instancecheck",
+    Remote.operate: "iter next len bool str repr format hash getitem setitem delitem setattr instancecheck",
     Remote.compare: "eq ne lt le gt ge",
     Remote.compute: "add sub mul truediv floordiv mod pow matmul "
     "radd rsub rmul rtruediv rfloordiv rmod rpow rmatmul",
@@ -146,7 +146,7 @@ def encode_value(value: Any):
     for base in type(value).__mro__:
         name = f"{base.__module__}.{base.__name__}"
         if name in PLAIN:
-            return {name: encode_value(PLAIN[name](value))}
+            return {name: [*map(encode_value, PLAIN[name](value))]}
     key = len(held)
     held[key] = value
     return {"mine": [key]}
@@ -188,10 +188,12 @@ def ask(key: Any, /, *arguments: Any, **named: Any):
             raised = RuntimeError
         raise raised(*reasons)
     for old, new in zip([*arguments, *named.values()], changed):
+        if type(old) in (list, tuple):
+            lost.extend(row for row in old if type(row) is list)  # which may have another name
         if hasattr(type(old), "clear"):  # such as a list's
             old.clear()
             (getattr(old, "update", None) or old.extend)(new)
-        elif hasattr(old, "setflags"):  # an array of numpy
+        elif hasattr(type(old), "setflags"):  # an array of numpy
             old[...] = new
     return result
 
@@ -263,18 +265,17 @@ def run_tests(tests: str) -> None:
     """Run asserts, then calls of a function, and print the list of their values, or why there is no
     score.
     """
-    # `unread`: names that asserts set and do not read; `reread`: those that they set and read.
-    # `by_value`: whether asserts can miss nothing else of the program than these.
-    asserts, unread, reread, by_value, function, calls = json.loads(tests)
+    asserts, changed, more_than_values, function, calls = json.loads(tests)
     program = Remote("response")
     defined = {*ask("dir", program)}
+    lost.extend([*more_than_values, *(defined | BUILTINS.keys()).intersection(changed)])
     found: list = []  # what the asserts have looked up in the program
 
-    def run_asserts(asked: set[str]) -> BaseException | None:
+    def run_asserts(known: dict, asked: set):
         """Run the asserts, which find the names `asked` in the program; return what they raise."""
 
         class Globals(dict):
-            """The global names of the tests. Those that they do not read are set in the program."""
+            """The global names of the tests."""
 
             def __missing__(self, name: str):
                 if name not in asked:
@@ -286,29 +287,23 @@ def run_tests(tests: str) -> None:
                     METHODS.clear()
                 return ask("getattr", program, name)
 
-            def __setitem__(self, name: str, value: Any):
-                super().__setitem__(name, value)
-                if name in unread:
-                    setattr(program, name, value)
-
         try:
-            exec(asserts, Globals(__name__="__main__"))
+            exec(asserts, Globals(known, __name__="__main__"))
         except BaseException as error:
             return error
-        return None
 
     sys.stdout = None
     # Builtins and modules are Python's: the program does not choose what judges it. But if asserts
     # use nothing else, a function that they test has such a name.
-    error = run_asserts(defined - BUILTINS.keys() - MODULES.keys())
+    error = run_asserts(BUILTINS, defined - BUILTINS.keys() - MODULES.keys())
     if not found:
-        error = run_asserts(defined)
+        error = run_asserts({}, defined)
     # An ImportError that the program has raised arrives without a name.
     if isinstance(error, ImportError) and error.name:
         report: Any = f"asserts cannot be run: {error}"
     elif error:
-        # A wrong value is as wrong without a copy.
-        if isinstance(error, AssertionError) and by_value and defined.isdisjoint(reread):
+        # A wrong value is as wrong in the process of the program.
+        if isinstance(error, AssertionError) and not lost:
             raise error
         ask("run", asserts)
         report = "asserts hold in the process of the program, but not with copies of its data"
@@ -319,7 +314,12 @@ def run_tests(tests: str) -> None:
             ask("getattr", program if function in defined else program.Solution(), function)(*call)
             for call in calls
         ]
-    os.write(1, json.dumps(report, default=lambda x: x.tolist()).encode())
+    os.write(
+        1,
+        json.dumps(
+            report, default=lambda x: [*x] if isinstance(x, Remote) else x.tolist()
+        ).encode(),
+    )
     os._exit(0)
 
 
@@ -327,7 +327,6 @@ def main(run: str) -> None:
     """Do what one of the processes does."""
     global reader, writer
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as in `receive`
-    sys.set_int_max_str_digits(0)
     reader = open(3, "rb")
     writer = open(4, "wb")
     globals()[run](sys.stdin.read())

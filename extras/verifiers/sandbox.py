@@ -11,7 +11,6 @@ Imports the standard library only: the interpreter of the programs is isolated (
 """
 
 import ctypes
-import functools
 import marshal
 import os
 import resource
@@ -167,11 +166,10 @@ def run(code: str, inputs: list[str], seconds: float, tests: str = "") -> Iterat
     ):
         of_tests.write(tests)
         of_tests.seek(0)
-        deadline = time.monotonic() + seconds
-        marshal.dump([code, inputs, deadline, tests and of_tests.fileno()], job)
+        marshal.dump([code, inputs, time.monotonic() + seconds, tests and of_tests.fileno()], job)
         job.seek(0)
         process = subprocess.Popen(
-            [sys.executable, "-I", "-Xutf8", __file__, folder],
+            [sys.executable, "-I", "-Xutf8", "-Xint_max_str_digits=0", __file__, folder],
             stdin=job,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -207,7 +205,6 @@ def run(code: str, inputs: list[str], seconds: float, tests: str = "") -> Iterat
                         os.rename(entry, folders[-1])
 
 
-@functools.cache
 def open_limits() -> str:
     """Return what does not hold programs on this machine, "" for nothing. Raise RuntimeError if
     none runs.
@@ -376,12 +373,12 @@ def confine(folder: str) -> None:
     """Let this process use files in `folder`, read READABLE and use DEVICES; refuse TCP and signals
     to others.
     """
-    # LANDLOCK_ACCESS_FS_*: READ_*, WRITE_FILE, REMOVE_* and MAKE_*; later versions have REFER and
-    # TRUNCATE too.
+    # LANDLOCK_ACCESS_FS_*: READ_*, WRITE_FILE, REMOVE_* and MAKE_*; from version 2 on REFER, from 3
+    # on TRUNCATE too.
     write_file = 2
     read_file = 4
     read_folder = 8
-    everything = 0x1FFE | (0x2000 if LANDLOCK >= 2 else 0) | (0x4000 if LANDLOCK >= 3 else 0)
+    everything = {1: 0x1FFE, 2: 0x3FFE}.get(LANDLOCK, 0x7FFE)
     readable = [*READABLE, os.path.dirname(os.path.dirname(os.__file__)), *sys.path]
     rights = {
         path: read_file | read_folder if os.path.isdir(path) else read_file for path in readable

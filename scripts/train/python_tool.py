@@ -32,5 +32,6 @@ def python(code: str) -> str:
 
 # Once, in the process from which they are forked, rather than in each process of a conversation.
 if multiprocessing.parent_process() is None:
-    if sandbox.open_limits() and os.environ.get("RANK", "0") == "0":
-        print(f"warning: scripts/train/python_tool.py: {sandbox.open_limits()}", file=sys.stderr)
+    missing = sandbox.open_limits()
+    if missing and os.environ.get("RANK", "0") == "0":
+        print(f"warning: scripts/train/python_tool.py: {missing}", file=sys.stderr)
