@@ -14,7 +14,7 @@ import helpers
 import numpy as np
 import pytest
 import torch
-from helpers import folder_of, metrics_of, read_lines, run, run_here, run_ranks, scores_by
+from helpers import metrics_of, run_here, scores_by
 from tiny_models import CPU, make_tokenizer
 from transformers.generation.stopping_criteria import StopStringCriteria
 
@@ -405,35 +405,3 @@ def test_rewards_of_turns_reach_the_advantages(script, tmp_path, monkeypatch):
 
 
 # ---- whole runs ----------------------------------------------------------------------------------
-
-
-def test_sampler_and_trainer_agree_and_two_ranks_are_one(tmp_path):
-    values = helpers.workspace(tmp_path) | {
-        "run_name": "one",
-        "precision": "float64",
-        "turn_stop": SHORT,
-        "turn_rewards": True,
-    }
-    values |= {
-        "environment": helpers.GAME,
-        "reward": "episode",
-        "max_response_length": 40,
-        "total_episodes": 16,
-    }
-    run(values)
-    rows = metrics_of(values)
-    for row in rows[1:]:
-        assert row["rollout/logprob_diff_max"] < 1e-5 and math.isfinite(row["loss/policy_avg"])
-        assert row["stop_reason/done"] > 0.5 and row["conversation/turns"] > 2
-        assert row["conversation/observation_tokens"] > 0
-    two = values | {"run_name": "two"}
-    run_ranks(two, 2, (0, 0))
-    for row, other in zip(rows, metrics_of(two), strict=True):
-        assert other == pytest.approx(row, rel=1e-6, abs=1e-6)
-    turns, others = (
-        [x["turns"] for x in read_lines(folder_of(each) / "samples.jsonl")]
-        for each in (values, two)
-    )
-    assert turns == others and [turn["role"] for turn in turns[0]] == ["assistant", "user"] * 2 + [
-        "assistant"
-    ]
