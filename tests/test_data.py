@@ -31,7 +31,6 @@ import torch.distributed as dist
 from helpers import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import PreTrainedTokenizerFast
 
 import ppo
 import reward_model
@@ -63,26 +62,11 @@ def args_of(**changes):
 @pytest.fixture(scope="module")
 def tokenizers() -> dict:
     """One that puts a BOS before a text and one that does not, each with and without a template."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-
-    made = {}
-    special = {"pad_token": "<pad>", "eos_token": "<eos>"}
-    tokens = ["<pad>", "<eos>", "<bos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    for bos, template in itertools.product((True, False), (None, WITH_BOS, WITHOUT_BOS)):
-        core = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
-        core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        core.decoder = decoders.ByteLevel()
-        if bos:
-            core.post_processor = processors.TemplateProcessing(
-                single="<bos> $A", special_tokens=[("<bos>", 2)]
-            )
-        made[bos, template] = PreTrainedTokenizerFast(
-            tokenizer_object=core,
-            chat_template=template,
-            **special,
-            **({"bos_token": "<bos>"} if bos else {}),
-        )
-    return made
+    kinds = itertools.product((True, False), (None, WITH_BOS, WITHOUT_BOS))
+    return {
+        (bos, template): helpers.make_tokenizer(bos, bos_token="<bos>", chat_template=template)
+        for bos, template in kinds
+    }
 
 
 def prompts_of(name: str, tokenizer, split: str = "train", **changes) -> list[dict]:
@@ -281,7 +265,7 @@ def test_token_ids_are_those_of_apply_chat_template(name, kind, system, tokenize
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)[
         "input_ids"
     ]
-    assert got["query"] == ids and ids.count(2) == (kind[1] == WITH_BOS)
+    assert got["query"] == ids and ids.count(tokenizer.bos_token_id) == (kind[1] == WITH_BOS)
     assert got["prompt"] == tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, tokenize=False
     )
@@ -289,13 +273,14 @@ def test_token_ids_are_those_of_apply_chat_template(name, kind, system, tokenize
 
 @pytest.mark.parametrize("bos", [True, False])
 def test_without_a_template_text_stays_as_it_is(bos, tokenizers, tmp_path, capsys):
+    """But for a system prompt above it. A BOS stands there once."""
     tokenizer = tokenizers[bos, None]
-    (row,) = load([ROWS["text"][0]], tmp_path, tokenizer)
-    assert (
-        row["query"] == tokenizer.encode("1+1?")
-        and row["query"].count(2) == bos
-        and row["prompt"] == "1+1?"
-    )
+    for begin, system in (("", "Be brief."), ("<bos>", ""), ("", "")):
+        rows = [{"prompt": f"{begin}1+1?", "answer": "2"}]
+        (row,) = load(rows, tmp_path, tokenizer, system_prompt=system)
+        plain = tokenizer.encode(f"{system}\n1+1?".lstrip(), add_special_tokens=False)
+        assert row["query"] == [tokenizer.bos_token_id] * bool(bos or begin) + plain
+    assert row["prompt"] == "1+1?"
     line = refused(capsys, load, [ROWS["src and tgt"][0]], tmp_path, tokenizer)
     assert "row 1: has several turns, and the tokenizer of --model has no chat template" in line
     assert line.endswith("name a file of one with --chat_template")
@@ -585,13 +570,6 @@ def test_what_stops_encoding_is_one_line(tokenizers, tmp_path, capfd, monkeypatc
         assert err.startswith(f"error: --dataset {file}") and what in err and err.count("\n") == 1
     for number, handler in handled.items():
         signal.signal(number, handler)
-
-
-def test_a_file_that_is_no_text(tokenizers, tmp_path, capsys):
-    (tmp_path / "rows.jsonl").write_bytes(b'{"prompt": "\xff"}\n')
-    name = str(tmp_path / "rows.jsonl")
-    line = refused(capsys, prompts_of, name, tokenizers[False, None], noisy=True)
-    assert line.startswith(f"error: --dataset {name}: 'utf-8' codec can't decode byte 0xff")
 
 
 @pytest.mark.parametrize("ranks", [True, False], ids=["ranks of a run", "runs"])

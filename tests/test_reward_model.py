@@ -13,9 +13,9 @@ import helpers
 import pytest
 import torch
 from helpers import folder_of, metrics_of, read_lines, run_here, write_rows
+from test_data import WITH_BOS
 from test_equations import double
-from test_rollout import TEMPLATE, bos_tokenizer
-from tiny_models import CPU
+from tiny_models import CPU, make_tokenizer
 from transformers import AutoModelForSequenceClassification
 
 import grpo
@@ -170,9 +170,9 @@ ROWS = helpers.table("rows.yaml")
 TEXTS = ROWS["turns"]["texts"]
 BAD = ROWS["no_pairs"]
 BAD["margin over all floats"] = {"prompt": "2+2=", **TEXTS, "margin": 10**400}
-PLAIN = bos_tokenizer(False)
-ADDS_BOS = bos_tokenizer(True)
-CHAT = bos_tokenizer(True, TEMPLATE)
+PLAIN = make_tokenizer(bos_token="<s>")
+PUTS_BOS = make_tokenizer(True, bos_token="<s>")
+CHAT = make_tokenizer(True, bos_token="<s>", chat_template=WITH_BOS)
 
 
 @pytest.fixture
@@ -190,7 +190,7 @@ def load(tmp_path):
 
 @pytest.mark.parametrize(
     "tokenizer, system_prompt",
-    [(PLAIN, ""), (ADDS_BOS, "Be brief."), (CHAT, ""), (CHAT, "Be brief.")],
+    [(PLAIN, ""), (PUTS_BOS, "Be brief."), (CHAT, ""), (CHAT, "Be brief.")],
 )
 @pytest.mark.parametrize("name", ROWS["pairs"])
 def test_formats(load, tmp_path, tokenizer, name, system_prompt):

@@ -18,7 +18,6 @@ import reward_server
 import transformers
 from helpers import scores_by
 from tiny_models import CPU, make_tokenizer
-from tokenizers.processors import TemplateProcessing
 
 import utils
 from plumbing.models import loading
@@ -89,11 +88,7 @@ def folder(tmp_path_factory) -> Path:
     tokenizer = make_tokenizer(chat_template=TEMPLATE)
     ended = {"score_token": tokenizer.eos_token_id}  # as of reward_model.py
     helpers.scalar_folder(causal, folder / "model", tokenizer=tokenizer, **ended)
-    tokenizer = make_tokenizer(bos_token="<eos>")
-    special = [("<eos>", tokenizer.eos_token_id)]
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single="<eos> $A", special_tokens=special
-    )
+    tokenizer = make_tokenizer(True, bos_token="<eos>")
     helpers.scalar_folder(causal, folder / "bos", tokenizer=tokenizer, **ended)
     return folder
 

@@ -1,5 +1,5 @@
 """Sampling against a loop that draws one token at a time for one prompt alone, what travels with a
-batch, and text to token ids.
+batch.
 """
 
 import contextlib
@@ -11,14 +11,12 @@ import time
 from dataclasses import replace
 from types import SimpleNamespace
 
-import helpers
 import numpy as np
 import pytest
 import torch
 import transformers
 from helpers import listed, refused
-from tiny_models import CPU, make_tokenizer
-from tokenizers.processors import TemplateProcessing
+from tiny_models import CPU
 from torch.nn.functional import pad
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Cache, DynamicCache, GenerationConfig
@@ -654,35 +652,3 @@ def test_a_model_that_gives_no_numbers_is_refused(setting, capsys):
     assert refused(capsys, sampler.rollout, rows, 3, KEY).startswith(
         "error: --model or --learning_rate: "
     )
-
-
-# ---- text to token ids ---------------------------------------------------------------------------
-
-TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
-
-
-def bos_tokenizer(adds_bos: bool, chat_template: str | None = None):
-    """One token a byte and "<s>", which the tokenizer puts before every text by itself if it
-    `adds_bos`.
-    """
-    tokenizer = make_tokenizer(bos_token="<s>", chat_template=chat_template)
-    if adds_bos:
-        special = [("<s>", tokenizer.bos_token_id)]
-        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-            single="<s> $A", special_tokens=special
-        )
-    return tokenizer
-
-
-@pytest.mark.parametrize("adds_bos", [True, False])
-def test_text_gets_the_beginning_token_at_most_once(adds_bos):
-    """tests/test_data.py has prompts with a chat template."""
-    tokenizer = bos_tokenizer(adds_bos)
-    for begin, system_prompt in (("", ""), ("", "Be brief."), ("<s>", "")):
-        _, ids = helpers.encode_prompt("here", f"{begin}two and two", tokenizer, system_prompt)
-        plain = (f"{system_prompt}\n" if system_prompt else "") + "two and two"
-        bos = [tokenizer.bos_token_id] if adds_bos or begin else []
-        assert ids == [*bos, *tokenizer.encode(plain, add_special_tokens=False)]
