@@ -14,7 +14,7 @@ import helpers
 import numpy as np
 import pytest
 import torch
-from helpers import metrics_of, run_here, scores_by
+from helpers import metrics_of, recorded, run_here
 from tiny_models import CPU, make_tokenizer
 from transformers.generation.stopping_criteria import StopStringCriteria
 
@@ -344,13 +344,6 @@ def test_failed_environments_are_left_out(batch, script, monkeypatch):
     assert found.batch.tokens["again"].tolist() == [[0], [5], [5], [5]]
 
 
-def test_rewards_that_are_not_finite_are_no_scores():
-    reward_sources = RewardSources(grpo.Args(reward=("episode",)), make_tokenizer())
-    rows = [{"episode": x} for x in (math.inf, math.nan, -1.0)]
-    scores = scores_by(reward_sources, rows, [""] * 3, [[]] * 3)
-    assert scores["episode"] == pytest.approx([math.nan, math.nan, -1.0], nan_ok=True)
-
-
 def test_a_string_ends_a_turn(load, tokenizer):
     """With --turn_stop a turn ends with the token that completes the text, in the decode loop
     itself.
@@ -385,12 +378,11 @@ def test_rewards_of_turns_reach_the_advantages(script, tmp_path, monkeypatch):
         "total_episodes": 8,
     }
     values |= {"advantage": "reinforce++"} if script is rloo else {}
-    calls = []
     name = "turn_advantages" if script is grpo else "token_rewards"
     original = getattr(script, name)
-    monkeypatch.setattr(script, name, lambda *args: calls.append(args) or original(*args))
+    calls = recorded(monkeypatch, script, name)
     run_here(values, script.__name__)
-    for scores, *args in calls:
+    for (scores, *args), _ in calls:
         turn_rewards = args[0] if script is grpo else args[-1]
         torch.testing.assert_close(turn_rewards.sum(1), scores.double(), rtol=1e-6, atol=1e-6)
         assert (turn_rewards != 0).sum(1).max() == 3

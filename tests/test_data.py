@@ -115,19 +115,6 @@ def test_reasoning_gym_rows_are_apart_and_the_same_each_time(tokenizers, capsys,
     assert line.startswith("error: --dataset reasoning_gym:no_such: ")
 
 
-def test_rows_that_name_their_sources(tokenizers, tmp_path):
-    """An answer is needed where a named source reads it."""
-    rows = [
-        {"prompt": "1+1?", "answer": "2", "verifier": "exact"},
-        {"prompt": "2+2?", "verifier": "format"},
-    ]
-    read = load(rows, tmp_path, tokenizers[False, None], reward=("math", "exact", "format"))
-    assert [(row["sources"], row["answer"]) for row in read] == [
-        (["exact"], "2"),
-        (["format"], None),
-    ]
-
-
 # ---- one way of reading for a file, its folder and what else holds the rows ----------------------
 
 VALUES = TABLES["values"]
@@ -155,17 +142,6 @@ def test_values_are_those_of_the_file_whatever_holds_them(name, tmp_path):
     for place in (*tmp_path.glob("*"), *tmp_path.glob("*/train.[jp]*")):
         if place.name != "splits" or place.is_dir():
             assert columns_of(place) == rows, place
-
-
-@pytest.mark.parametrize(
-    "name", "08_folder_two_types 09_folder_answers 10_folder_tool_calls 11_folder_dates".split()
-)
-def test_reported_folders(name, tmp_path):
-    rows = list(map(json.loads, (REPORTED / name / "train.jsonl").read_text().splitlines()))
-    assert columns_of(REPORTED / name) == columns_of(REPORTED / name / "train.jsonl") == rows
-    typed = datasets.Dataset.from_list(rows, on_mixed_types="use_json")
-    typed.to_parquet(tmp_path / "rows.parquet")
-    assert columns_of(tmp_path / "rows.parquet") == rows
 
 
 def test_null_in_the_objects_of_parquet_is_no_key(tmp_path):

@@ -12,7 +12,15 @@ import helpers
 import pytest
 import torch
 import transformers
-from helpers import folder_of, metrics_of, read_lines, run_here, tiny_model, write_rows
+from helpers import (
+    folder_of,
+    metrics_of,
+    read_lines,
+    recorded,
+    run_here,
+    tiny_model,
+    write_rows,
+)
 from test_reward_client import Server, Told
 
 import distill
@@ -297,18 +305,11 @@ def test_the_model_teaches_itself_behind_another_prompt(tmp_path):
 
 
 def test_longer_prompts_of_a_teacher_count_in_a_micro_batch(tmp_path, monkeypatch):
-    passes = []
-    forward = distill.Policy.forward
-
-    def count(self, input_ids, *given):
-        passes.append(input_ids.shape)
-        return forward(self, input_ids, *given)
-
-    monkeypatch.setattr(distill.Policy, "forward", count)
+    passes = recorded(monkeypatch, distill.Policy, "forward")
     longer = {"teacher": "self", "teacher_prompt": "{prompt}" * 10}
     values = flags(tmp_path, **longer, passes=4 / 13, on_policy_share=0.0)
     run_here({**values, "micro_batch_tokens": 100}, "distill")
-    assert 50 < max(rows * length for rows, length in passes) <= 100
+    assert 50 < max(ids.numel() for (_, ids, *_), _ in passes) <= 100
 
 
 def test_a_refreshed_teacher_is_the_live_model_once_a_step(tmp_path):

@@ -123,16 +123,6 @@ def test_what_is_saved_is_what_was_trained(base, tmp_path, script, monkeypatch):
         assert all(x.any() for name, x in critic.items() if ".lora_B." in name)
 
 
-def test_the_reference_is_the_model_without_the_adapter(base, tmp_path):
-    """The same run as with the base given as a reference model."""
-    alone = variant(base, tmp_path, run_name="alone")
-    given = {**alone, "run_name": "given", "ref_model": base["model"]}
-    for values in (alone, given):
-        run_here(values)
-    for ours, theirs in zip(metrics_of(alone), metrics_of(given), strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-9, abs=1e-11)
-
-
 @pytest.mark.parametrize("rank", [0, 3])
 def test_the_first_kl_is_zero_in_bf16(base, tmp_path, rank):
     """Policy and reference have one format: float32, or with adapters that of matrix products."""

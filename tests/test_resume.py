@@ -99,14 +99,6 @@ def test_what_a_resume_refuses(folder, capsys):
     assert "was killed before its first checkpoint" in capsys.readouterr().err
 
 
-def test_a_folder_that_cannot_be_made(tmp_path, capsys):
-    (tmp_path / "file").write_text("")
-    line = helpers.refused(
-        capsys, run_folder.find_origin, args_of(tmp_path / "file" / "run"), "grpo.py"
-    )
-    assert line.startswith(f"error: --output_dir {tmp_path / 'file'}: ")
-
-
 def test_the_commit_of_the_code(tmp_path, monkeypatch):
     """Files of runs and notes beside it do not change it."""
     git = lambda words: subprocess.run(

@@ -336,35 +336,6 @@ def test_responses_end_with_a_stop_token_or_are_full(load, longest, least):
     assert model.generation_config is defaults and defaults.to_dict() == before
 
 
-def test_each_response_may_have_its_limit(load):
-    model = load("qwen2", F64)
-    queries = queries_of()
-    numbers = uniforms_of(12, 9)
-    args = Args(max_response_length=9)
-    whole = sampled(model, queries, numbers, STOPS, args)
-    lengths = [1 + i % 9 for i in range(12)]
-    responses, values = listed(generate(model, queries, numbers, STOPS, args, never, lengths))
-    assert responses == [response[:length] for response, length in zip(whole[0], lengths)]
-    assert [len(value["rollout_logprobs"]) for value in values] == list(map(len, responses))
-
-
-def test_top_p(load):
-    """The set of the tokens left to sample from is the one that the flag names."""
-    model = load("qwen2", F64)
-    query = queries_of()[0]
-    with torch.no_grad():
-        probabilities = model(input_ids=torch.tensor([query])).logits[0, -1].softmax(-1)
-    ranked = probabilities.argsort(descending=True).tolist()
-    nucleus = []
-    mass = 0.0
-    while mass < 0.6:
-        nucleus.append(ranked[len(nucleus)])
-        mass += probabilities[nucleus[-1]].item()
-    args = Args(max_response_length=1, top_p=0.6)
-    responses, _ = sampled(model, [query] * 400, uniforms_of(400, 1), [999], args)
-    assert {response[0] for response in responses} == set(nucleus)
-
-
 @pytest.mark.parametrize("calls", [0, 1, 4])
 def test_an_interruption_returns_early(load, calls):
     model = load("qwen2", F64)

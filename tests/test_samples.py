@@ -9,7 +9,7 @@ import types
 import helpers
 import pytest
 import torch
-from helpers import folder_of, metrics_of, run_here, variant, weights_of
+from helpers import folder_of, metrics_of, recorded, run_here, variant, weights_of
 
 import grpo
 import utils
@@ -247,15 +247,9 @@ def test_only_what_has_a_score_is_in_the_means(base, tmp_path, script, monkeypat
     """The tokens of the losses are those of responses that stopped, in groups that are not
     dropped.
     """
-    module = __import__(script)
-    collects = []
-    reductions = []
-    collect = module.collect
-    reduction = module.loss_reduction
-    monkeypatch.setattr(
-        module, "collect", lambda *a, **o: collects.append(collect(*a, **o)) or collects[-1]
+    collects, reductions = (
+        recorded(monkeypatch, __import__(script), name) for name in ("collect", "loss_reduction")
     )
-    monkeypatch.setattr(module, "loss_reduction", lambda *a: reductions.append(a) or reduction(*a))
     values = variant(
         base, tmp_path, filter_groups="drop", mask_truncated=True, micro_batch_tokens=10_000
     )
@@ -267,13 +261,13 @@ def test_only_what_has_a_score_is_in_the_means(base, tmp_path, script, monkeypat
         "log_samples": 32,
     }
     run_here(values, script)
-    (experience,) = collects
+    ((_, experience),) = collects
     kept = [i for i, score in enumerate(experience.batch.scores.tolist()) if not math.isnan(score)]
     samples = experience.batch.samples
     lengths = [len(samples[i].response) for i in kept]
     assert 0 < len(samples) < 32 and len(kept) < len(samples)
     assert all(experience.batch.stopped[i] for i in kept)
-    for _, mask, mini, *_ in reductions:
+    for (_, mask, mini, *_), _ in reductions:
         assert sorted(mini) == kept and sorted(mask[mini].sum(1).tolist()) == sorted(lengths)
     tokens = helpers.read_lines(folder_of(values) / "tokens.jsonl")
     assert [row["sample"] for row in tokens if 1 in row["trains"]] == kept

@@ -275,11 +275,6 @@ def test_what_ends_its_process(processes, files, tmp_path, code):
     assert converse(tools, *calls) == ["", "", f"error: {GONE[code]}", "[]"]
 
 
-def test_an_environment_that_hangs(processes):
-    failure = converse(processes, ("limit", 1.0), ("step", "time.sleep(60)"))[-1]
-    assert re.fullmatch(r"failure: step: TimeoutError \(.*\): no answer in time", failure)
-
-
 ORDER = r"failure: step: TypeError.*: .* is not \(text or None, number, bool\)"
 
 

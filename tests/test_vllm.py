@@ -28,6 +28,7 @@ from helpers import (
     folder_of,
     metrics_of,
     read_lines,
+    recorded,
     run,
     run_here,
     run_ranks,
@@ -462,17 +463,11 @@ def test_which_policy_made_which_token(base, tmp_path, monkeypatch, script, asyn
     responses are of several, as weights arrive while requests run. Those of ppo are conversations.
     """
     module = __import__(script)
-    made = {}
     running = []
-    collect = module.collect
     load = vllm_engine.Engine._load
     step_once = LLMEngine.step
 
-    def record(sampler, prompts, step, *given, **named):
-        made[step] = collect(sampler, prompts, step, *given, **named)
-        return made[step]
-
-    monkeypatch.setattr(module, "collect", record)
+    collected = recorded(monkeypatch, module, "collect")
     monkeypatch.setattr(
         vllm_engine.Engine,
         "_load",
@@ -498,7 +493,7 @@ def test_which_policy_made_which_token(base, tmp_path, monkeypatch, script, asyn
         AutoModelForCausalLM.from_pretrained(checkpoints / f"step_{step}") for step in range(1, 5)
     ]
     ages = {}
-    for step, experience in made.items():
+    for (_, _, step, *_), experience in collected:
         batch = experience.batch
         named = batch.tokens["policy_steps"].masked_fill(~batch.response_mask, -1).long()
         ages[step] = step - 1 - named[batch.response_mask]

@@ -556,6 +556,19 @@ def run_here(values: dict | list[str], script: str = "grpo") -> None:
             signal.signal(number, handler)
 
 
+def recorded(monkeypatch, owner, name: str) -> list[tuple]:
+    """Return a list that gets (arguments, result) of each call of a function from now on."""
+    calls = []
+    function = getattr(owner, name)
+
+    def call(*args, **options):
+        calls.append((args, function(*args, **options)))
+        return calls[-1][1]
+
+    monkeypatch.setattr(owner, name, call)
+    return calls
+
+
 # ---- what a run left -----------------------------------------------------------------------------
 
 
