@@ -11,6 +11,7 @@ import statistics
 import types
 
 import datasets
+import helpers
 import pytest
 import torch
 from hypothesis import given, settings
@@ -450,26 +451,7 @@ def test_weighted_sum():
     close(total(reward_weights=(2.0, -1.0, 0.0)), [1.5, -0.5, NAN, 3.5])  # c is only measured
 
 
-FINAL = [  # flags, final scores of the six responses below
-    ({}, [1.5, 0.5, NAN, NAN, 2.5, -2.0]),
-    (dict(non_stop_penalty=True), [1.5, 0.5, NAN, NAN, 0.0, -2.0]),  # never better than its score
-    (dict(non_stop_penalty=True, penalty_reward_value=-1.0), [1.5, 0.5, NAN, NAN, -1.0, -1.0]),
-    # From 7 tokens (no penalty) to 10 (a penalty of 1).
-    (dict(overlong_buffer=3), [1.5 - 1 / 3, 0.5, NAN, NAN, 1.5, -3.0]),
-    (dict(overlong_buffer=1), [1.5, 0.5, NAN, NAN, 1.5, -3.0]),  # no bonus for what is shorter
-    (dict(overlong_buffer=10), [0.7, -0.2, NAN, NAN, 1.5, -3.0]),
-    (dict(non_stop_penalty=True, overlong_buffer=3), [1.5 - 1 / 3, 0.5, NAN, NAN, -1.0, -3.0]),
-    (dict(non_stop_penalty=True, mask_truncated=True), [1.5, 0.5, NAN, NAN, NAN, NAN]),
-]
-FINAL_OF_PPO = [
-    (dict(reward_normalization=True), [1 / 3, -1 / 3, NAN, NAN, 1.0, -2.0]),
-    (dict(reward_clip=1.0), [1.0, 0.5, NAN, NAN, 1.0, -1.0]),
-    (dict(reward_normalization=True, reward_clip=0.5), [1 / 3, -1 / 3, NAN, NAN, 0.5, -0.5]),
-    (
-        dict(reward_clip=1.0, overlong_buffer=3, non_stop_penalty=True),
-        [2 / 3, 0.5, NAN, NAN, -1.0, -2.0],
-    ),
-]
+FINAL = helpers.table("final_scores.yaml")
 
 
 @pytest.mark.parametrize("script", [grpo, rloo, ppo])
@@ -482,7 +464,7 @@ def test_final_scores(script):
     stopped = torch.tensor([True, True, True, False, False, False])
     # count, mean, squared deviations: standard deviation 1.5
     so_far = [[5, 1.0, 9.0]] if script is ppo else []
-    for options, expected in FINAL + (FINAL_OF_PPO if script is ppo else []):
+    for options, expected in FINAL["all scripts"] + FINAL["ppo"] * (script is ppo):
         args = script.Args(max_response_length=10, **{"non_stop_penalty": False, **options})
         close(script.final_scores(scores, lengths, stopped, *so_far, args), expected, 1e-8)
 

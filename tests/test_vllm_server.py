@@ -14,6 +14,7 @@ import time
 import types
 from dataclasses import replace
 
+import engine_checks
 import forked_python
 import helpers
 import pytest
@@ -31,7 +32,7 @@ from engine_checks import (
     spoken,
     sync_in_flight,
 )
-from helpers import ROOT, free_port, refused, sampled_by, tiny_model
+from helpers import ROOT, free_port, refused, tiny_model
 from test_reward_client import Server
 from tiny_models import random_model
 
@@ -128,9 +129,9 @@ def connect(*urls: str, **values) -> Servers:
     return Servers(replace(ARGS, rollout_servers=urls, **values), WORLD, None)
 
 
-def sample(servers, queries, seeds, interrupted=lambda: False, **values):
-    sampled = sampled_by(servers, queries, seeds, STOP, replace(ARGS, **values), interrupted)
-    return sampled and (sampled[0], [each["rollout_logprobs"] for each in sampled[1]])
+def sample(servers, queries, seeds, *interrupted, **values):
+    args = replace(ARGS, **values)
+    return engine_checks.sample(servers, queries, seeds, STOP, args, *interrupted)
 
 
 def perturb(model, seed: int, which: str = "") -> None:

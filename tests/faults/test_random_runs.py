@@ -185,7 +185,7 @@ def run_once(script: str, values: dict, ranks: int) -> tuple[int, list[str]]:
         else [helpers.Running(values, script=script)]
     )
     try:
-        codes = {running.wait(120).code for running in start}
+        codes = {running.wait().code for running in start}
     finally:
         for running in start:
             running.process.kill()

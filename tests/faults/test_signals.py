@@ -78,16 +78,13 @@ def wait_for(path: Path, alive) -> None:
 CONVERSATION = {"reward": "episode", "max_response_length": 20}
 WAITS = {  # flags; whether all processes of the run get the signal, as from Slurm; the signal
     "reward function": ({"reward": "slow.py:score"}, True, "SIGTERM"),
-    "evaluation": ({"reward": "slow.py:score", "eval_every": 1}, False, "SIGINT"),
-    "environment": ({"environment": "slow.py:Game"} | CONVERSATION, True, "SIGTERM"),
+    "environment": ({"environment": "slow.py:Game"} | CONVERSATION, False, "SIGINT"),
 }
 
 
 @pytest.mark.parametrize("name", WAITS)
 def test_a_run_that_waits(base, tmp_path, marker, name):
-    """It ends at once, and the run that goes on does not show it: it repeats the rollout, or the
-    evaluation.
-    """
+    """It ends at once, and the run that goes on does not show it: it repeats the rollout."""
     changes, all_processes, how = WAITS[name]
     values = {**base, **changes, "output_dir": str(tmp_path)}
     values |= {key: str(tmp_path / x) for key, x in changes.items() if str(x).startswith("slow.py")}

@@ -467,18 +467,6 @@ def listed(sampled) -> tuple[list[list[int]], list[dict[str, list[float]]]]:
     return [response for _, response, _ in in_order], [values for _, _, values in in_order]
 
 
-def sampled_by(
-    engine, queries, seeds, *inputs
-) -> tuple[list[list[int]], list[dict[str, list[float]]]] | None:
-    """Responses and their values, as `listed`, of an engine; None unless all have ended. Greedy ones
-    without seeds.
-    """
-    ended = []
-    seeds = seeds or [None] * len(queries)
-    engine.generate(queries, seeds, *inputs, lambda *response: ended.append(response))
-    return listed(ended) if len(ended) == len(queries) else None
-
-
 def run(values: dict, code: int = 0, **options) -> Running:
     """Run to the end, and check the exit code."""
     done = Running(values, **options).wait()
