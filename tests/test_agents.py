@@ -543,6 +543,7 @@ def test_contexts_weigh_as_their_response(batch, how, budget):
     world = utils.World(0, 1, CPU)
     args = grpo.Args(micro_batch_tokens=budget)
     logprobs = forward_batch(policy, batch, "logprobs", args, world)
+    assert not logprobs[~batch.response_mask].any()
     losses = torch.randn(
         logprobs.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
     )

@@ -273,36 +273,21 @@ def test_time_outs(serve, naps, text):
     assert failure == "TimeoutError: no result within --timeout 0.3 s"
 
 
-@pytest.fixture
-def judged(serve, monkeypatch):
-    """A function: a source that asks a judge, what the judge says to a question, prompts, responses
-    -> the sources, scores.
-    """
-
-    def judged(source: str, says, prompts, responses) -> tuple[RewardSources, list]:
-        def behave(question, count):
-            content = question["messages"][0]["content"].partition("Question: ")[2]
-            text = question["model"] == "a judge" and says(content)
-            choices = [{"message": {"content": text}}]
-            return (200, {"choices": choices}, {}) if text else (500, {}, {})
-
-        for name, value in {"JUDGE_URL": serve(behave).url, "JUDGE_MODEL": "a judge"}.items():
-            monkeypatch.setenv(name, value)
-        reward_sources = rewards_of(source, 30.0)
-        rows = [{"prompt": x, "answer": None, "columns": {}, "messages": None} for x in prompts]
-        scores = scores_by(reward_sources, rows, responses, [[1]] * len(rows))[source]
-        end_processes(reward_sources.server)
-        return reward_sources, scores
-
-    return judged
-
-
-def test_the_judge_that_ranks_a_group(judged):
+def test_the_judge_that_ranks_a_group(serve, monkeypatch):
     """By the share of the others that a response beats; a group without a ranking has no scores."""
-    seen = []
+    asked = []
     said = {"a": "3 is odd. Ranking: 1, 2, 0", "b": "Ranking: 1, 1", "c": "Ranking: 1 > 0"}
-    says = lambda content: seen.append(content) or said[content[0]]
-    reward_sources, scores = judged(JUDGE, says, "aaabbcc", "1234567")
+
+    def judge(question, count):
+        asked.append(question["messages"][0]["content"].partition("Question: ")[2])
+        return 200, {"choices": [{"message": {"content": said[asked[-1][0]]}}]}, {}
+
+    monkeypatch.setenv("JUDGE_URL", serve(judge).url)
+    monkeypatch.setenv("JUDGE_MODEL", "a judge")
+    reward_sources = rewards_of(JUDGE, 30.0)
+    rows = [{"prompt": x, "answer": None, "columns": {}, "messages": None} for x in "aaabbcc"]
+    scores = scores_by(reward_sources, rows, "1234567", [[1]] * 7)[JUDGE]
+    end_processes(reward_sources.server)
     assert reward_sources.whole and not reward_sources.verifiers
     assert scores == pytest.approx([0, 1, 0.5, math.nan, math.nan, 0, 1], nan_ok=True)
-    assert "a\n\nAnswer 0: 1\n\nAnswer 1: 2\n\nAnswer 2: 3" in seen
+    assert "a\n\nAnswer 0: 1\n\nAnswer 1: 2\n\nAnswer 2: 3" in asked

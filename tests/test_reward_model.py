@@ -13,7 +13,6 @@ import helpers
 import pytest
 import torch
 from helpers import folder_of, metrics_of, read_lines, run_here, write_rows
-from test_data import WITH_BOS
 from test_equations import double
 from tiny_models import CPU, make_tokenizer
 from transformers import AutoModelForSequenceClassification
@@ -170,9 +169,13 @@ ROWS = helpers.table("rows.yaml")
 TEXTS = ROWS["turns"]["texts"]
 BAD = ROWS["no_pairs"]
 BAD["margin over all floats"] = {"prompt": "2+2=", **TEXTS, "margin": 10**400}
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 PLAIN = make_tokenizer(bos_token="<s>")
 PUTS_BOS = make_tokenizer(True, bos_token="<s>")
-CHAT = make_tokenizer(True, bos_token="<s>", chat_template=WITH_BOS)
+CHAT = make_tokenizer(True, bos_token="<s>", chat_template=TEMPLATE)
 
 
 @pytest.fixture

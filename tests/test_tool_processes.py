@@ -12,7 +12,7 @@ import time
 
 import pytest
 from conftest import ROOT
-from helpers import refused
+from helpers import refused, table
 
 from extras.episodes.tool_processes import EnvironmentFailure, ToolError, ToolProcess, ToolProcesses
 
@@ -213,24 +213,11 @@ def test_a_conversation_with_tools_and_an_environment(processes):
     ]
 
 
-@pytest.mark.parametrize(
-    ("code", "result"),
-    [
-        ("None", ""),
-        ("{'a': [1, None, 'ä'], 'b': {1}}", '{"a": [1, null, "ä"], "b": "{1}"}'),
-        ("__import__('numpy').arange(3)", "[0, 1, 2]"),
-        ("os.write(1, b'{}') and print('to stdout')", ""),
-        ("'a' * (1 << 20)", "a" * 100_000),
-        ("1 / 0", "error: ZeroDivisionError: division by zero"),
-        ("sys.exit(3)", "error: SystemExit: 3"),
-        ("'child' if os.fork() == 0 else time.sleep(0.5) or 'parent'", "parent"),
-        (
-            "(_ for _ in ()).throw(type('Mute', (Exception,), {'__str__': None}))",
-            "error: Mute: <exception str",
-        ),
-        ("time.sleep(60)", "error: TimeoutError: no answer in time"),
-    ],
-)
+TABLE = table("tools.yaml")
+LONG = {"'a' * (1 << 20)": "a" * 100_000}
+
+
+@pytest.mark.parametrize("code, result", (TABLE["tools"] | LONG).items())
 def test_what_a_tool_returns(processes, code, result):
     # Whatever it is, the next call is answered, and so is the environment.
     calls = [
@@ -275,25 +262,7 @@ def test_what_ends_its_process(processes, files, tmp_path, code):
     assert converse(tools, *calls) == ["", "", f"error: {GONE[code]}", "[]"]
 
 
-ORDER = r"failure: step: TypeError.*: .* is not \(text or None, number, bool\)"
-
-
-@pytest.mark.parametrize(
-    ("row", "step", "expected"),
-    [
-        ({"reset": "None"}, "(None, np.float64(-1), np.True_)", ["", ["", -1.0, True]]),
-        ({"reset": "'\\ud83d'"}, "('', True, 0)", ["?", ["", 1.0, False]]),
-        ({}, "(np.arange(2), 1, False)", [" go", ["[0, 1]", 1.0, False]]),
-        ({}, "('x', False, 1.0)", [" go", ORDER]),
-        ({"reset": "3"}, "", ["3"]),
-        (
-            {"secret": None, "x": 1},
-            "1 / 0",
-            [" go", r"failure: step: ZeroDivisionError \(.*game.py:15\): division.*"],
-        ),
-        ({}, "os._exit(1)", [" go", f"failure: step: {DIED}"]),
-    ],
-)
+@pytest.mark.parametrize("row, step, expected", TABLE["environments"])
 def test_what_an_environment_returns(processes, row, step, expected):
     *before, last = converse(processes, *[("step", step)] * bool(step), row={"secret": 5, **row})
     assert before == expected[:-1]
@@ -394,33 +363,7 @@ def test_a_connection_that_closes_ends_what_a_tool_has_started(processes):
     wait_until(lambda: not is_running(started))
 
 
-@pytest.mark.parametrize(
-    ("tools", "environment", "line"),
-    [
-        (
-            ["tools.py:nothing"],
-            "",
-            "--tools .*tools.py:nothing: .*: .*tools.py' has no attribute 'nothing'",
-        ),
-        (
-            ["tools.py:no_hint"],
-            "",
-            "--tools .*no_hint: .*: Argument a is missing a type hint in .*no_hint",
-        ),
-        (["broken.py:x"], "", r"--tools .*broken.py:2\): division by zero"),
-        (["ends.py:x"], "", "--tools .*: the fork server, which starts processes, has ended"),
-        (
-            [],
-            "game.py:OnlyReset",
-            "--environment .*: .*TypeError: requires methods reset and step",
-        ),
-        (
-            [],
-            "game.py:Needs",
-            "--environment .*game.py:Needs: .*TypeError: .*missing 1 required .*argument: 'size'",
-        ),
-    ],
-)
+@pytest.mark.parametrize("tools, environment, line", TABLE["refused"])
 def test_what_is_wrong_with_tools_and_environments(files, capfd, tools, environment, line):
     assert re.fullmatch(
         f"error: {line}", refused(capfd, ToolProcesses, *files(tools, environment), 2.0)
