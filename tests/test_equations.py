@@ -526,6 +526,24 @@ def test_weight_decay_is_for_matrices():
     assert torch.equal(layer.bias, bias)
 
 
+@pytest.mark.parametrize("prefix", ["", "critic_"])
+def test_a_gradient_that_is_not_finite_is_skipped(prefix):
+    """And counted: the next update is as if it had not been. (On one of several ranks:
+    test_failing_ranks.py, with fp16: test_shard.py.)
+    """
+    layer = torch.nn.Linear(3, 2)
+    optimizer = utils.Optimizer(layer, ppo.Args(), 9, prefix=prefix)
+    weights = [layer.weight.detach().clone()]
+    for factor in (1.0, INF, 1.0):
+        optimizer.backward((factor * layer.weight).sum())
+        optimizer.step()
+        weights.append(layer.weight.detach().clone())
+    assert [torch.equal(*pair) for pair in itertools.pairwise(weights)] == [False, True, False]
+    metrics = optimizer.metrics()
+    assert metrics[f"val/{prefix}skipped_updates"] == 1 and weights[-1].isfinite().all()
+    assert metrics[f"loss/{prefix}grad_norm"] == pytest.approx(6**0.5)
+
+
 @quick
 @given(
     st.lists(st.integers(2, 40), min_size=1, max_size=30), st.integers(1, 200), st.integers(1, 5)

@@ -221,7 +221,7 @@ def test_scores_are_those_of_a_reward_model_in_the_run_itself(servers, folder, n
     texts = []
     ids = []
     for question, text in [*PAIRS, (FORGED, FORGED)][: None if name == "model" else -1]:
-        prompt, query = helpers.encode_prompt("", question, tokenizer, "Add.")
+        prompt, query = helpers.encode_prompt(question, tokenizer, "Add.")
         assert query.count(tokenizer.eos_token_id) == (name == "bos")
         messages = helpers.dialogue(question, tokenizer, "Add.")
         rows.append({"prompt": prompt, "query": query, "messages": messages, "answer": None})

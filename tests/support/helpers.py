@@ -147,7 +147,7 @@ def render_prompt(prompt, tokenizer, system_prompt: str = "", tools: list | None
     return Rendering(tokenizer, system_prompt=system_prompt).prompt("", messages, tools)
 
 
-def encode_prompt(where: str, prompt, tokenizer, *given, **named) -> tuple[str, list[int]]:
+def encode_prompt(prompt, tokenizer, *given, **named) -> tuple[str, list[int]]:
     """Return a prompt as the text and as the token ids that the model sees."""
     text = render_prompt(prompt, tokenizer, *given, **named)
     return text.shown, encode_texts([text], tokenizer)[0]
