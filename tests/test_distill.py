@@ -141,8 +141,8 @@ def test_chunks_give_what_whole_logits_give(tmp_path, monkeypatch, temperature):
 
 # ---- rows ----------------------------------------------------------------------------------------
 
-MESSAGES = helpers.table("rows.yaml")["messages"]
-LEARNED = helpers.table("rows.yaml")["learned"]
+ROWS = helpers.table("rows.yaml")
+MESSAGES, LEARNED, TOLD = ROWS["messages"], ROWS["learned"], ROWS["told"]
 
 
 @pytest.mark.parametrize("name", LEARNED)
@@ -336,21 +336,11 @@ def test_the_prompt_of_the_teacher(tmp_path):
     """A column of text or messages, a template; a system turn of its own."""
     model = tiny_model(tmp_path / "model", chat=True)
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
-    told = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
-    rows = [{"prompt": "1+1=", "answer": 2, "told": told, "more": {"x": "y"}}]
-    path = write_rows(tmp_path / "rows.jsonl", rows)
-    turn = lambda role, content: {"role": role, "content": content}
+    path = write_rows(tmp_path / "rows.jsonl", [TOLD["row"]])
     load = lambda name, args: load_prompts(
         "--dataset", name, "train", tokenizer, args, lambda *_: "", None, "prompts", [1]
     )
-    cases = {
-        ("told", ""): told,
-        ("told", "c"): [turn("system", "c"), told[1]],
-        ("", "c"): [turn("system", "c"), turn("user", "1+1=")],
-        ("{prompt}{answer}, {more.x}", ""): [turn("user", "1+1=2, y")],
-        ("more.x", "c"): [turn("system", "c"), turn("user", "y")],
-    }
-    for (prompt, system), expected in cases.items():
+    for prompt, system, expected in TOLD["seen"]:
         given = dict(teacher="self", teacher_prompt=prompt, teacher_system_prompt=system)
         args = distill.Args(model=model, max_response_length=50, **given)
         [(loaded, _)] = load(path, args)
