@@ -458,21 +458,17 @@ def test_servers_that_cannot_teach(tmp_path, serve, capsys, monkeypatch):
     assert "another vocabulary" in refused(teacher=url)
 
 
-def test_the_mismatch_is_that_before_the_first_update(tmp_path):
-    """Of two in a step."""
-    teacher = tiny_model(tmp_path / "teacher", initializer_range=0.1)
-    run_here(values := flags(tmp_path, teacher=teacher, mini_batch_size=2), "distill")
-    assert all(row["rollout/logprob_diff_max"] < 1e-5 for row in metrics_of(values))
-
-
 def test_a_student_becomes_its_teacher(tmp_path):
-    """By the sampled form of the reverse KL. (Runs with a whole divergence: test_golden.py.)"""
+    """By the sampled form of the reverse KL. (Runs with a whole divergence: test_golden.py.) Of the
+    two updates of a step, the mismatch with the sampler is that before the first one.
+    """
     teacher = tiny_model(tmp_path / "teacher", initializer_range=0.1)
-    changes = dict(rollout_batch_size=16, mini_batch_size=16, passes=480 / 13, learning_rate=2e-2)
+    changes = dict(rollout_batch_size=16, mini_batch_size=8, passes=480 / 13, learning_rate=1e-2)
     values = flags(tmp_path, teacher=teacher, estimator="sampled", **changes)
     run_here(values, "distill")
-    divergences = [row["objective/divergence"] for row in metrics_of(values)]
-    assert 0 < divergences[-1] < 0.95 * divergences[0], divergences
+    rows = metrics_of(values)
+    assert all(row["rollout/logprob_diff_max"] < 1e-5 for row in rows)
+    assert 0 < rows[-1]["objective/divergence"] < 0.95 * rows[0]["objective/divergence"]
 
 
 BROKEN = """

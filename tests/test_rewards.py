@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import math
 import os
-import random
 import re
 import signal
 import time
@@ -306,31 +305,6 @@ def processes_of(reward_sources) -> list[int]:
     return list(map(int, Path(f"/proc/{server}/task/{server}/children").read_text().split()))
 
 
-def kill_processes(reward_sources) -> None:
-    for process in processes_of(reward_sources):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process, signal.SIGKILL)
-
-
-def test_no_right_answer_is_wrong_because_its_process_was_killed(make):
-    """Its job is done once more; or the reason is said. No descriptor stays open."""
-    reward_sources = make("math")
-    texts = [str(i) for i in range(100)]
-    rows = list(map(row, texts))
-    score = lambda: scores_by(reward_sources, rows, texts, [[]] * 100)["math"]
-    assert score() == [1.0] * 100
-    descriptors = len(os.listdir("/proc/self/fd"))
-    with ThreadPoolExecutor(1) as pool:
-        for _ in range(10):
-            scored = pool.submit(score)
-            time.sleep(random.random() / 2)
-            kill_processes(reward_sources)
-            scores = scored.result(300)
-            assert 0.0 not in scores and (1.0 in scores or reward_sources.sources["math"].failure)
-    assert score() == [1.0] * 100
-    assert len(os.listdir("/proc/self/fd")) <= descriptors
-
-
 def ask(reward_sources, code: str, seconds: float = 60.0) -> tuple:
     """What a process of verifiers makes of some code."""
     source = reward_sources.sources["exact"]
@@ -338,7 +312,9 @@ def ask(reward_sources, code: str, seconds: float = 60.0) -> tuple:
 
 
 def test_a_call_whose_process_ends_is_made_once_more(make, tmp_path, monkeypatch):
-    """Then the reason is said: what has ended may also be the process that forks another one."""
+    """So no right answer is wrong because its process was killed. Then the reason is said: what has
+    ended may also be the process that forks another one. No descriptor stays open.
+    """
     mark = str(tmp_path / "mark")
     die = "__import__('os').kill(__import__('os').getpid(), 9)"
     dies_once = f"__import__('os').path.exists({mark!r}) or (open({mark!r}, 'x'), {die})"
@@ -351,10 +327,14 @@ def test_a_call_whose_process_ends_is_made_once_more(make, tmp_path, monkeypatch
         server.process.kill()
 
     assert ask(reward_sources, dies_once) == ([[True], ""], "")
-    kill_processes(reward_sources)
-    assert ask(reward_sources, dies_once) == ([[True], ""], "")
+    descriptors = len(os.listdir("/proc/self/fd"))
+    for process in processes_of(reward_sources):
+        os.kill(process, signal.SIGKILL)
+    assert scores_by(reward_sources, [row("1")], ["1"], [[5]])["exact"] == [1]
     said = "the process of the call has ended, or wrote into its connection"
     assert ask(reward_sources, die) == (None, said)
+    assert ask(reward_sources, "1") == ([[1], ""], "")
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
     monkeypatch.setattr(processes.ForkServer, "fork", fork_and_end)
     assert ask(reward_sources, "1") == (None, "the fork server, which starts processes, has ended")
 

@@ -166,13 +166,6 @@ def test_sums_by_blocks_draw_what_a_plain_sum_does(size):
     assert (cdf.gather(1, tokens)[1::3] >= cdf[1::3, -1:] * (1 - 1e-15)).all()
 
 
-def test_weights_that_are_no_numbers_draw_some_token():
-    weights = torch.full((4, 300), math.nan)
-    weights[2:, :150] = 1.0
-    tokens = invert_distribution(weights, uniforms_of(4, 1))
-    assert tokens.shape == (4, 1) and ((tokens >= 0) & (tokens < 300)).all()
-
-
 # ---- generate ------------------------------------------------------------------------------------
 
 

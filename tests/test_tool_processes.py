@@ -293,29 +293,6 @@ def test_an_asynchronous_environment(files):
     assert added == "hello" and observation == "" and math.isnan(reward) and done
 
 
-def test_many_at_once_and_nothing_is_left(processes):
-    found = []
-
-    async def play(number: int) -> tuple:
-        process = ToolProcess(processes, number)
-        try:
-            await process.ask("reset", {"secret": 10 * number})
-            found.append(process.process.pid)
-            return await process.ask("step", "50"), await process.ask("call", "add", {"a": number})
-        finally:
-            process.kill()
-
-    async def play_all():
-        return await asyncio.gather(*map(play, range(12)))
-
-    results = asyncio.run(play_all())
-    assert results == [
-        (["higher" if n > 5 else "lower", 0.5, n == 5], str(n + 1)) for n in range(12)
-    ]
-    assert len(set(found)) == 12
-    wait_until(lambda: not any(map(is_running, found)))
-
-
 TRAINER = """
 import asyncio, sys
 import torch  # as a trainer does
