@@ -17,11 +17,10 @@ import torch
 from helpers import ROOT, free_port, table
 from test_turns import ADD, QWEN25
 from test_turns import tokenizer_of as tokenizer_of  # a fixture
-from tiny_models import CPU, random_model
+from tiny_models import CPU, WORLD, random_model
 
 import grpo
 import ppo
-import utils
 from extras.episodes import agents
 from extras.episodes.agents import Agents, plain
 from extras.episodes.conversations import Conversation
@@ -540,9 +539,8 @@ def test_contexts_weigh_as_their_response(batch, how, budget):
     policy = grpo.Policy(
         model, types.SimpleNamespace(temperature=0.7, gradient_checkpointing=False, entropy_coef=0)
     )
-    world = utils.World(0, 1, CPU)
     args = grpo.Args(micro_batch_tokens=budget)
-    logprobs = forward_batch(policy, batch, "logprobs", args, world)
+    logprobs = forward_batch(policy, batch, "logprobs", args, WORLD)
     assert not logprobs[~batch.response_mask].any()
     losses = torch.randn(
         logprobs.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
@@ -574,7 +572,7 @@ def test_contexts_weigh_as_their_response(batch, how, budget):
     batch.tokens["losses"] = losses
     found = 0.0
     count = 0
-    for (ids, read), micro, _ in batch.micro_batches([0, 1, 2], args, world):
+    for (ids, read), micro, _ in batch.micro_batches([0, 1, 2], args, WORLD):
         count += 1
         assert read.sum() == micro["response_mask"].sum() and len(ids) >= len(micro["losses"])
         assert ids.numel() <= budget or len(micro["losses"]) == 1

@@ -7,8 +7,8 @@ import benchmark
 import helpers
 import pandas
 import pytest
-import torch
 import transformers
+from tiny_models import CPU
 
 import grpo
 from plumbing.models import loading, speed
@@ -50,7 +50,7 @@ def test_what_the_decode_loop_reads(tmp_path, monkeypatch):
     folder = helpers.tiny_model(tmp_path)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     for name, size in {"float64": 8, "bf16": 2}.items():
-        decoding = speed.Decoding(model, loading.precision(name, torch.device("cpu")))
+        decoding = speed.Decoding(model, loading.precision(name, CPU))
         assert decoding.metrics() == {}
         asked = decoding.timed(lambda: False)
         for _ in range(6):  # tokens: five forward passes behind that of the prompts

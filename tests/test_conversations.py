@@ -15,13 +15,12 @@ import numpy as np
 import pytest
 import torch
 from helpers import metrics_of, recorded, run_here
-from tiny_models import CPU, make_tokenizer
+from tiny_models import CPU, WORLD, make_tokenizer
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 import grpo
 import ppo
 import rloo
-import utils
 from extras.episodes.conversations import STOP_REASONS, Conversation, Conversations
 from extras.vllm.sampling import VllmSampling
 from plumbing.models.loading import load_model, precision
@@ -31,7 +30,6 @@ from plumbing.rollout.batch import forward_batch
 from plumbing.rollout.sampler import Sampler
 from plumbing.run.metrics import conversation_metrics
 
-WORLD = utils.World(0, 1, CPU)
 never = lambda: False
 GREEDY = np.full((5, 200), -1.0)  # in place of random numbers
 

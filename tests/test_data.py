@@ -31,6 +31,7 @@ import torch.distributed as dist
 from helpers import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_models import WORLD
 
 import ppo
 import reward_model
@@ -43,7 +44,7 @@ from plumbing.rewards.sources import why_unscorable
 from plumbing.run.command import report_errors
 from plumbing.run.ranks import Interrupt
 from plumbing.run.setup import load_supervised
-from utils import UserError, World
+from utils import UserError
 
 ARGS = vars(
     ppo.Args(model=str(helpers.ROOT / "assets" / "tiny"), max_response_length=64, system_prompt="")
@@ -523,7 +524,7 @@ def test_what_stops_encoding_is_one_line(tokenizer, tmp_path, capfd, monkeypatch
     They are forked from a run, with its handlers, and end as datasets ends them, by SIGTERM.
     """
     handled = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    Interrupt(World(0, 1, torch.device("cpu"))).can_save = True
+    Interrupt(WORLD).can_save = True
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     rows = [{"prompt": f"{i}+1=", "answer": "1"} for i in range(2000)]

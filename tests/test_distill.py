@@ -22,6 +22,7 @@ from helpers import (
     write_rows,
 )
 from test_reward_client import Server, Told
+from tiny_models import CPU
 
 import distill
 import utils
@@ -103,7 +104,7 @@ def test_chunks_give_what_whole_logits_give(tmp_path, monkeypatch, temperature):
     name = tiny_model(tmp_path / "student")
     rows = transformers.AutoConfig.from_pretrained(name).vocab_size
     other = tiny_model(tmp_path / "teacher", "llama", vocab_size=rows + 5)
-    load = lambda flag, name: loading.load_model(flag, name, torch.float64, torch.device("cpu"))
+    load = lambda flag, name: loading.load_model(flag, name, torch.float64, CPU)
     student = load("--model", name)
     teacher = load("--teacher", other)
     ids = torch.tensor([[7, 8, 9, 10, 11, 12], [5, 6, 7, 8, 0, 0]])

@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_models import CPU
 
 import grpo
 import ppo
@@ -550,8 +551,7 @@ def test_a_gradient_that_is_not_finite_is_skipped(prefix):
 )
 def test_micro_batches(lengths, budget, size):
     cuts = [
-        utils.micro_batches(lengths, budget, utils.World(rank, size, torch.device("cpu")))
-        for rank in range(size)
+        utils.micro_batches(lengths, budget, utils.World(rank, size, CPU)) for rank in range(size)
     ]
     # each row once
     assert sorted(i for cut in cuts for rows in cut for i in rows) == list(range(len(lengths)))
@@ -574,8 +574,7 @@ def test_micro_batches_have_the_least_padding(lengths, budget, size):
     longest = sorted(lengths, reverse=True)[::size][:9]
     lengths = sorted(lengths, reverse=True)[: size * len(longest)]
     cuts = [
-        utils.micro_batches(lengths, budget, utils.World(rank, size, torch.device("cpu")))
-        for rank in range(size)
+        utils.micro_batches(lengths, budget, utils.World(rank, size, CPU)) for rank in range(size)
     ]
     padded = lambda parts: sum(len(part) * part[0] + utils.PASS_TOKENS for part in parts)
     cost = padded([[lengths[i] for i in rows] for rows in cuts[0]])

@@ -13,7 +13,7 @@ import helpers
 import pytest
 import torch
 from helpers import folder_of, metrics_of, run_here, tensors_of, variant, weights_of
-from tiny_models import CPU
+from tiny_models import CPU, WORLD
 from transformers import AutoModelForCausalLM
 
 import grpo
@@ -152,7 +152,7 @@ def test_the_first_kl_is_zero_in_bf16(base, tmp_path, rank):
 
 def load(args, precision="float32") -> grpo.Policy:
     formats = loading.precision(precision, CPU)
-    sharding = Sharding(args, utils.World(0, 1, CPU), formats)
+    sharding = Sharding(args, WORLD, formats)
     return loading.load_policy(
         args, lambda model: grpo.Policy(model, args), None, formats, sharding
     )[0]

@@ -15,7 +15,7 @@ import torch
 import transformers
 from helpers import ROOT, refused, render_prompt, table, tiny_model
 from huggingface_hub import constants
-from tiny_models import CPU
+from tiny_models import CPU, WORLD
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, modeling_utils
 
 import utils
@@ -146,7 +146,7 @@ def test_what_reads_images_is_saved_with_the_model(tmp_path, reported):
     files = {name: (source / name).read_text() for name in names}
     folder = str(source)
     model = loading.load_model("--model", folder, torch.float32, CPU)
-    given = utils.World(0, 1, CPU), model, load_tokenizer(folder), folder
+    given = WORLD, model, load_tokenizer(folder), folder
     checkpoints.save_final(str(tmp_path), *given)
     world, model, tokenizer, _ = given
     for step in (1, 2):  # the second one resumes from the first, whose folder is a model, too

@@ -164,7 +164,7 @@ def test_all_ranks_end_where_the_first_does(monkeypatch):
     def refuse() -> None:
         raise utils.UserError("no")
 
-    first, second = (utils.World(rank, 2, torch.device("cpu")) for rank in (0, 1))
+    first, second = (utils.World(rank, 2, CPU) for rank in (0, 1))
     monkeypatch.setattr(
         utils.World, "all_gather", lambda self, items: gathered.extend(items) or gathered
     )

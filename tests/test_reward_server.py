@@ -17,9 +17,8 @@ import pytest
 import reward_server
 import transformers
 from helpers import scores_by
-from tiny_models import CPU, make_tokenizer
+from tiny_models import CPU, WORLD, make_tokenizer
 
-import utils
 from plumbing.models import loading
 from plumbing.rewards.sources import RewardSources
 
@@ -46,7 +45,7 @@ class Server:
 
     def __init__(self, **values):
         values = {"precision": "float64", "micro_batch_tokens": 50, "timeout": 2.0, **values}
-        self.scorer = reward_server.Scorer(reward_server.Args(**values), utils.World(0, 1, CPU))
+        self.scorer = reward_server.Scorer(reward_server.Args(**values), WORLD)
         listener = socket.create_server(("127.0.0.1", 0))
         self.address = listener.getsockname()
         self.url = f"http://127.0.0.1:{self.address[1]}"

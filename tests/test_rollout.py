@@ -16,7 +16,7 @@ import pytest
 import torch
 import transformers
 from helpers import listed, refused
-from tiny_models import CPU
+from tiny_models import CPU, WORLD
 from torch.nn.functional import pad
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Cache, DynamicCache, GenerationConfig
@@ -388,7 +388,7 @@ def setting(load, tokenizer) -> tuple[Sampler, list[dict]]:
         None,
         Args(max_response_length=10, temperature=0.8),
         never,
-        utils.World(0, 1, CPU),
+        WORLD,
         precision("float64", CPU),
     )
     return sampler, rows
@@ -590,9 +590,7 @@ def test_a_response_is_scored_before_the_next_one_has_ended(setting):
 
 def test_micro_batches_are_as_long_as_their_longest_response(setting):
     batch = setting[0].rollout(setting[1], 3, KEY)
-    cuts = list(
-        batch.micro_batches([*range(15)], Args(micro_batch_tokens=40), utils.World(0, 1, CPU))
-    )
+    cuts = list(batch.micro_batches([*range(15)], Args(micro_batch_tokens=40), WORLD))
     assert len(cuts) > 3 and len({t["response_mask"].shape[1] for _, t, _ in cuts}) > 1
     assert all(
         x.shape == t["response_mask"].shape and t["response_mask"][:, -1].any()

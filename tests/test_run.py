@@ -349,13 +349,6 @@ some.whole = True
 """
 
 
-@pytest.fixture(scope="module")
-def failing(tmp_path_factory) -> str:
-    path = tmp_path_factory.mktemp("rewards") / "failing.py"
-    path.write_text(FAILING)
-    return str(path)
-
-
 def test_a_function_of_trl_knows_the_step(base, tmp_path):
     """In a rollout the steps before it, in an evaluation those so far, also once the run goes
     on.
@@ -374,12 +367,11 @@ def test_a_function_of_trl_knows_the_step(base, tmp_path):
 
 
 @pytest.mark.parametrize("scale", ["group", "gdpo"])
-def test_missing_scores_are_counted_and_left_out(base, tmp_path, failing, scale):
-    first = "failing.py:good"
-    second = "failing.py:some"
-    values = variant(
-        base, tmp_path, reward=(f"{failing}:good", f"{failing}:some"), total_episodes=8
-    )
+def test_missing_scores_are_counted_and_left_out(base, tmp_path, scale):
+    (tmp_path / "failing.py").write_text(FAILING)
+    first, second = names = ("failing.py:good", "failing.py:some")
+    rewards = tuple(f"{tmp_path}/{name}" for name in names)
+    values = variant(base, tmp_path, reward=rewards, total_episodes=8)
     values |= {"advantage_scale": scale, "reward_weights": (1.0, 0.5)}
     run_here(values)
     row = metrics_of(values)[1]
@@ -392,9 +384,7 @@ def test_missing_scores_are_counted_and_left_out(base, tmp_path, failing, scale)
     ]
     assert row["objective/scores"] == pytest.approx(sum(totals) / 6)
     if scale == "gdpo":
-        scores = [
-            [math.nan if x[name] is None else x[name] for x in samples] for name in (first, second)
-        ]
+        scores = [[math.nan if x[name] is None else x[name] for x in samples] for name in names]
         close(
             [sample["advantage"] for sample in samples], gdpo_by_hand(scores, (1.0, 0.5), 4), 1e-5
         )

@@ -10,6 +10,7 @@ import helpers
 import pytest
 import torch
 from helpers import folder_of, metrics_of, recorded, run_here, variant, weights_of
+from tiny_models import CPU
 
 import grpo
 import utils
@@ -52,7 +53,7 @@ class Rollout:
             for row in rows
             for n, score in enumerate(self.table[row["i"] % len(self.table)])
         ]
-        return Batch.from_samples(samples, torch.device("cpu"))
+        return Batch.from_samples(samples, CPU)
 
 
 REWARDS = types.SimpleNamespace(

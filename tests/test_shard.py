@@ -23,6 +23,7 @@ from helpers import (
 )
 from test_families import family_folder
 from test_scripts import MOVING, OF_PPO, SCHEDULE, write_pairs
+from tiny_models import CPU
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -32,7 +33,6 @@ from plumbing.models import loading
 from plumbing.models.sharding import Sharding, set_gradient_sync
 
 SCRIPTS = ("grpo", "rloo", "ppo", "reward_model")
-CPU = torch.device("cpu")
 
 
 def exact_runs(folder) -> dict[str, dict]:

@@ -11,8 +11,8 @@ import time
 import types
 
 import pytest
-import torch
 from helpers import ROOT, read_lines, refused, table, write_rows
+from tiny_models import WORLD
 
 import grpo
 import utils
@@ -24,7 +24,7 @@ from plumbing.run.run import Run
 def log_of(folder, track: str = "", steps: int = 4, step: int = 1, **flags) -> log.RunLog:
     rewards = ("http://me:secret@judge:9/x?key=secret", "math")
     args = grpo.Args(track=track, reward=rewards, **flags)
-    return log.RunLog(str(folder), "7", args, utils.World(0, 1, torch.device("cpu")), steps, step)
+    return log.RunLog(str(folder), "7", args, WORLD, steps, step)
 
 
 def logged(folder, name: str) -> log.RunLog:

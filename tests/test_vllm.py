@@ -36,10 +36,10 @@ from helpers import (
     variant,
 )
 from test_lora import BITSANDBYTES
+from tiny_models import CPU, WORLD
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grpo
-import utils
 from extras.lora import add_lora
 from extras.vllm import engine as vllm_engine
 from extras.vllm import sampling as vllm_sampling
@@ -50,7 +50,6 @@ if importlib.util.find_spec("vllm") is None:
 from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
 
 STOPS = [1, 7, 8]
-WORLD = utils.World(0, 1, torch.device("cpu"))
 KEPT = []  # engines: one that is shut down takes the others' process group along
 
 
@@ -588,7 +587,7 @@ def test_a_model_that_reads_images_samples_text(tmp_path, monkeypatch):
     folder = test_families.family_folder("mistral3", tmp_path / "model")
     args = grpo.Args(model=folder, kv_cache_gb=0.02, max_prompt_length=20, max_response_length=20)
     engine = vllm_engine.Engine(args, WORLD, None)
-    model = loading.load_model("--model", folder, torch.float32, torch.device("cpu"))
+    model = loading.load_model("--model", folder, torch.float32, CPU)
     engine.sync(model, 0)
     made = sample((engine, model, None, args), [[5, 6, 7], [8]], [1, 2])
     assert largest_difference(model, [[5, 6, 7], [8]], *made) < 1e-4

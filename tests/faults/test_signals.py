@@ -15,11 +15,10 @@ from pathlib import Path
 import forked_python
 import helpers
 import pytest
-import torch
 from helpers import assert_same_run, processes_of, steps_of
+from tiny_models import WORLD
 
 from plumbing.run.ranks import Interrupt
-from utils import World
 
 # Sleeps where a file says so, and leaves another one to say that it does.
 SLOW = """
@@ -154,7 +153,7 @@ def test_torchrun(base, tmp_path):
 def test_a_forked_process_ends_at_once(capfd):
     """Such as those of datasets, which have the handlers of the run; and it says nothing."""
     handled = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    Interrupt(World(0, 1, torch.device("cpu"))).can_save = True
+    Interrupt(WORLD).can_save = True
     fork = multiprocessing.get_context("fork")
     begun = fork.Event()
     child = fork.Process(target=lambda: begun.set() or time.sleep(60))

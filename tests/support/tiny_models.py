@@ -20,6 +20,7 @@ transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 
 CPU = torch.device("cpu")
+WORLD = utils.World(0, 1, CPU)  # one process
 TABLE = yaml.safe_load((Path(__file__).parents[1] / "data/tiny_models.yaml").read_text())
 SMALL = TABLE["shapes"]["small"]
 FAMILIES = TABLE["families"]
@@ -93,4 +94,4 @@ def tokenizer():
 
 @pytest.fixture
 def world():
-    return utils.World(0, 1, CPU)
+    return WORLD
