@@ -385,13 +385,6 @@ def test_an_answer_is_needed_where_a_source_reads_it(capsys):
     assert why_unscorable("", row("1"), args) == ""
 
 
-def test_only_the_named_sources_count(make):
-    rows = [row("1", ["exact"]), row("#### 1", ["gsm8k"]), row("1"), row("1", ["exact", "format"])]
-    reward_sources = make("exact", "gsm8k", "format", rows=rows[:2])
-    scores = scores_by(reward_sources, rows[:2] + rows[3:], ["1", "#### 1", "1"], [[], [], []])
-    assert scores == {"exact": [1, 0, 1], "gsm8k": [0, 1, 0], "format": [0, 0, 0]}
-
-
 def batch_of(rows: list[dict], **components) -> Batch:
     samples = [
         Sample(
