@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from helpers import (
+    flags_of,
     folder_of,
     metrics_of,
     read_lines,
@@ -169,16 +170,11 @@ def test_what_is_learned_from_a_row(tmp_path, name):
 
 
 def flags(folder, **changes) -> dict:
-    values = {
-        **helpers.workspace(folder),
+    return {
+        **flags_of("distill", helpers.workspace(folder)),
         "precision": "float64",
         "run_name": "run",
         "num_epochs": 1,
-    }
-    for name in ("group_size", "non_stop_penalty", "kl_coef", "total_episodes"):
-        del values[name]
-    return {
-        **values,
         "rollout_batch_size": 4,
         "passes": 8 / 13,
         "eval_every": 0,

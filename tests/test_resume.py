@@ -16,7 +16,7 @@ from pathlib import Path
 import helpers
 import pytest
 import torch
-from helpers import folder_of, metrics_of, read_lines, run_here, steps_of
+from helpers import flags_of, folder_of, metrics_of, read_lines, run_here, steps_of
 from tiny_models import CPU
 
 import grpo
@@ -263,9 +263,7 @@ def scheduled(tmp_path_factory) -> dict[str, dict]:
     pairs = [{**row, "chosen": row["answer"], "rejected": "?"} for row in helpers.ROWS]
     runs = {}
     for script, flags in SCHEDULES["begin"].items():
-        runs[script] = {**common, **flags, "output_dir": str(folder / script)}
-        for name in SCHEDULES["lacks"].get(script, []):
-            del runs[script][name]
+        runs[script] = flags_of(script, common) | flags | {"output_dir": str(folder / script)}
     runs["reward_model"]["dataset"] = helpers.write_rows(folder / "pairs.jsonl", pairs)
     for script, values in runs.items():
         half = {"passes": 1.3} if "passes" in values else {"total_episodes": 16}

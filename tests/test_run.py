@@ -13,6 +13,7 @@ import helpers
 import pytest
 import torch
 from helpers import (
+    MOVING,
     all_finite,
     folder_of,
     metrics_of,
@@ -241,11 +242,6 @@ def test_a_run_from_what_another_one_saved(base, tmp_path):
 
 
 # ---- resume --------------------------------------------------------------------------------------
-
-# All that a step can depend on: schedule, Adam's moments, KL controller, a reference that moves,
-# passes over the data.
-SCHEDULE = dict(lr_schedule="linear", warmup_ratio=0.3, seed=3)
-MOVING = dict(SCHEDULE, kl_horizon=20, kl_target=0.05, ref_refresh_every=2)
 
 
 @pytest.fixture(scope="module")

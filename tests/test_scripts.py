@@ -2,12 +2,14 @@
 and failing rewards.
 """
 
+import itertools
+
 import helpers
 import pytest
 import torch
 import transformers
-from helpers import metrics_of, run_here, steps_of, variant
-from test_run import MOVING, SCHEDULE, stop_again_and_again
+from helpers import MOVING, OF_PPO, SCHEDULE, flags_of, metrics_of, run_here, steps_of, variant
+from test_run import stop_again_and_again
 
 SCRIPTS = ("rloo", "ppo", "reward_model")
 ONE_CHECKER = {"LOCAL_WORLD_SIZE": "4"}  # one process that scores, and not one for each core
@@ -26,26 +28,18 @@ def score(prompts, responses, **columns):
     return [sum(map(ord, prompt + response)) % 7 / 7 for prompt, response in zip(prompts, responses)]
 """
 
-# With MOVING all that a step of ppo can depend on: moments of the scores, supervised rows, steps of
-# the critic alone.
-OF_PPO = dict(
-    reward_normalization=True,
-    critic_learning_rate=1e-3,
-    critic_lr_schedule="cosine",
-    critic_warmup_steps=1,
-    ptx_coef=0.1,
-    ptx_batch_size=3,
-)
-
 
 def write_pairs(path, rows: list[dict], count: int) -> str:
-    rows = [(i, rows[i % len(rows)]) for i in range(count)]
-    side = lambda i, row: {
-        "chosen": row["answer"],
-        "rejected": f"{i * i}{'?' * (i % 3)}",
-        "margin": i % 2 / 4,
-    }
-    return helpers.write_rows(path, [{"prompt": row["prompt"], **side(i, row)} for i, row in rows])
+    pairs = [
+        {
+            "prompt": row["prompt"],
+            "chosen": row["answer"],
+            "rejected": f"{i * i}{'?' * (i % 3)}",
+            "margin": i % 2 / 4,
+        }
+        for i, row in zip(range(count), itertools.cycle(rows))
+    ]
+    return helpers.write_rows(path, pairs)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +48,6 @@ def base(tmp_path_factory) -> dict[str, dict]:
     folder = tmp_path_factory.mktemp("scripts")
     common = helpers.workspace(folder)
     (folder / "reward.py").write_text(REWARD)
-    kept = "model system_prompt output_dir learning_rate eval_every save_every micro_batch_tokens".split()
     # a pass ends in the middle of a batch
     pairs = write_pairs(folder / "pairs.jsonl", helpers.ROWS, 13)
     held_out = write_pairs(folder / "held_out_pairs.jsonl", helpers.HELD_OUT, 3)
@@ -66,10 +59,9 @@ def base(tmp_path_factory) -> dict[str, dict]:
         "centre_coef": 0.01,
     }
     return {
-        "grpo": {**common, **MOVING},
         "rloo": {**common, **MOVING, "advantage": "remax"},
         "ppo": {**common, **MOVING, **OF_PPO, "ptx_dataset": common["dataset"]},
-        "reward_model": {**{name: common[name] for name in kept}, **SCHEDULE, **of_pairs},
+        "reward_model": {**flags_of("reward_model", common), **SCHEDULE, **of_pairs},
     }
 
 

@@ -26,6 +26,7 @@ from engine_checks import (
 )
 from helpers import (
     assert_same_run,
+    flags_of,
     folder_of,
     metrics_of,
     read_lines,
@@ -481,8 +482,8 @@ def test_which_policy_made_which_token(base, tmp_path, monkeypatch, script, asyn
         player = helpers.ROOT / "tests" / "support" / "player.py"
         values |= {"agent": f"{player}:play", "reward": "episode"}
     if script == "distill":
-        values = {name: x for name, x in values.items() if hasattr(module.Args, name)}
-        values |= {"teacher": untied(base), "passes": 10 / len(helpers.ROWS), "learning_rate": 1e-2}
+        values = flags_of(script, values)
+        values |= {"teacher": untied(base), "passes": 10 / len(helpers.ROWS)}
     run_here(values, script)
     checkpoints = folder_of(values) / "checkpoints"
     policies = [AutoModelForCausalLM.from_pretrained(base["model"])]

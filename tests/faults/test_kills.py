@@ -15,8 +15,7 @@ from pathlib import Path
 import helpers
 import numpy as np
 import pytest
-from helpers import folder_of, processes_of
-from test_scripts import MOVING, OF_PPO
+from helpers import MOVING, OF_PPO, folder_of, processes_of
 
 import utils
 from plumbing.run import log

@@ -135,6 +135,9 @@ def table(name: str) -> dict:
     return yaml.safe_load((ROOT / "tests/data" / name).read_text())
 
 
+WORKSPACE, SCHEDULE, MOVING, OF_PPO = table("runs.yaml").values()
+
+
 def dialogue(prompt, tokenizer, system_prompt: str = "") -> list[dict]:
     """Return a prompt, text or messages, as messages."""
     rendering = Rendering(tokenizer, system_prompt=system_prompt)
@@ -165,38 +168,28 @@ def write_rows(path, rows: list) -> str:
 
 
 def workspace(folder) -> dict:
-    """Flags of a small run (2 prompts x 4 responses a step) in which all of mini-batches, epochs,
-    micro-batches, evaluation and KL occur, with its model, data and reward in a folder.
-    """
+    """Flags of a small run, with its model, data and reward in a folder."""
     folder = Path(folder)
     (folder / "reward.py").write_text(REWARD)
     return {
+        **WORKSPACE,
         "model": tiny_model(folder / "model"),
         "dataset": write_rows(folder / "train.jsonl", ROWS),
         "eval_dataset": write_rows(folder / "held_out.jsonl", HELD_OUT),
         "reward": f"{folder / 'reward.py'}:score",
-        "system_prompt": "",
         "output_dir": str(folder / "runs"),
-        "rollout_batch_size": 2,
-        "group_size": 4,
-        "mini_batch_size": 4,
-        "num_epochs": 2,
-        "total_episodes": 32,
-        "micro_batch_tokens": 40,
-        "gradient_checkpointing": False,
-        "max_response_length": 10,
-        "non_stop_penalty": False,
-        "learning_rate": 3e-3,
-        "kl_coef": 0.1,
-        "eval_every": 2,
-        "eval_samples": 2,
-        "save_every": 2,
     }
 
 
 def variant(base: dict, folder, **changes) -> dict:
     """The flags of a run with other ones, in a folder of its own."""
     return {**base, "output_dir": str(folder), "run_name": "run", **changes}
+
+
+def flags_of(script: str, values: dict) -> dict:
+    """Return those of some flags that a script has."""
+    fields = __import__(script).Args.__dataclass_fields__
+    return {name: value for name, value in values.items() if name in fields}
 
 
 def words(values: dict) -> list[str]:
