@@ -11,7 +11,7 @@ from pathlib import Path
 
 import helpers
 import pytest
-from helpers import ROWS, run_here, scalar_folder, tiny_model, write_rows
+from helpers import ROWS, run_here, scalar_folder, tiny_model, write_files, write_rows
 
 FLAGS, FILES, BROKEN = helpers.table("bad_input.yaml").values()
 FILES |= {
@@ -27,11 +27,7 @@ FILES |= {
 def folder(tmp_path_factory) -> Path:
     """The folder in which the commands run."""
     folder = tmp_path_factory.mktemp("input")
-    for name, content in FILES.items():
-        if isinstance(content, list):
-            write_rows(folder / name, content)
-        else:
-            (folder / name).write_text(content, encoding="latin-1")
+    write_files(folder, FILES)
     tiny_model(folder / "model")
     tiny_model(folder / "chat", chat=True)
     tiny_model(folder / "small", vocab_size=9)

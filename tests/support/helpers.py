@@ -167,6 +167,15 @@ def write_rows(path, rows: list) -> str:
     return str(path)
 
 
+def write_files(folder, files: dict[str, str | list]) -> None:
+    """Write files of rows, or of a text in Latin-1."""
+    for name, content in files.items():
+        if isinstance(content, list):
+            write_rows(folder / name, content)
+        else:
+            (folder / name).write_text(content, encoding="latin-1")
+
+
 def workspace(folder) -> dict:
     """Flags of a small run, with its model, data and reward in a folder."""
     folder = Path(folder)
