@@ -336,7 +336,7 @@ def test_a_call_whose_process_ends_is_made_once_more(make, tmp_path, monkeypatch
     assert ask(reward_sources, "1") == ([[1], ""], "")
     assert len(os.listdir("/proc/self/fd")) <= descriptors
     monkeypatch.setattr(processes.ForkServer, "fork", fork_and_end)
-    assert ask(reward_sources, "1") == (None, "the fork server, which starts processes, has ended")
+    assert ask(reward_sources, die) == (None, "the fork server, which starts processes, has ended")
 
 
 STEP = "setattr(__import__('time'), 'time', __import__('itertools').count(step=1e5).__next__)"
