@@ -111,7 +111,7 @@ part_memory() { # the table of docs/models_and_memory.md
         for run in "grpo --gpus 1" "grpo --gpus 8" "grpo --gpus 1 --lora_rank 32" "ppo --gpus 8"; do
             for model in Qwen/Qwen2.5-{0.5B,1.5B,3B,7B,14B,32B} meta-llama/Llama-3.1-8B Qwen/Qwen3-30B-A3B; do
                 # shellcheck disable=SC2086
-                echo "- $run, $model: $(python scripts/memory.py $run --gpu_gb 80 --model "$model" | tail -n 1)"
+                echo "- $run, $model: $(python scripts/memory.py $run --gpu_gb 80 --model "$model" 2>&1 | tail -n 1)"
             done
         done
     } >"$RUNS/memory.md"
@@ -148,7 +148,7 @@ async4_sequence     --async_steps 4 --rollout_correction sequence_mask
 async4_geometric    --async_steps 4 --rollout_correction geometric
 "
 
-part_variants() { # which choices matter: five seeds of the tiny task, three of SmolLM2
+part_variants() { # which choices matter: five seeds of the tiny task
     names=()
     for seed in 1 2 3 4 5; do # whole seeds first: an interrupted part can compare those that it has
         while read -r name flags; do

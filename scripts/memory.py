@@ -258,6 +258,11 @@ def shorten(args, gpus, folder):
         precision=args.precision.replace("auto", "bf16"),  # of a GPU, as --shard
         shard=args.shard.replace("auto", "fsdp" if gpus > 1 else "none"),
     )
+    # transformers multiplies experts in the format of their weights, torch's fake tensors in bf16.
+    config = AutoConfig.from_pretrained(args.model).get_text_config().to_dict()
+    has_experts = any(value for name, value in config.items() if "experts" in name)
+    if has_experts and args.shard == "none" and not given["lora_rank"]:
+        raise utils.UserError("--model: scripts/memory.py follows experts with --shard fsdp only")
 
 
 def main():
