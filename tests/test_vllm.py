@@ -6,6 +6,7 @@ import asyncio
 import copy
 import dataclasses
 import importlib.util
+import math
 import time
 import types
 
@@ -45,6 +46,7 @@ from extras.lora import add_lora
 from extras.vllm import engine as vllm_engine
 from extras.vllm import sampling as vllm_sampling
 from plumbing.models import loading, sharding
+from plumbing.rollout.rollouts import Rollouts
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
@@ -452,6 +454,35 @@ def test_a_stopped_run_goes_on(one, tmp_path, async_steps):
 ASYNC = dict(async_steps=1, save_every=1, keep_checkpoints=0, total_episodes=40)
 
 
+def overlap(monkeypatch) -> None:
+    """Let responses that begin before an update of the weights end after it, however long it takes:
+    while the run trains, they get four tokens.
+    """
+    left = [math.inf]
+    step, take, sync = LLMEngine.step, Rollouts.take, vllm_engine.Engine.sync
+
+    def step_or_wait(core):
+        while left[0] <= 0:
+            time.sleep(0.01)
+        left[0] -= 1
+        return step(core)
+
+    def take_and_limit(rollouts, number):
+        experience = take(rollouts, number)
+        left[0] = 4
+        return experience
+
+    def sync_within(engine, *given):
+        while left[0] > 0 and engine.waiting:
+            time.sleep(0.01)
+        left[0] = math.inf
+        sync(engine, *given)
+
+    monkeypatch.setattr(LLMEngine, "step", step_or_wait)
+    monkeypatch.setattr(Rollouts, "take", take_and_limit)
+    monkeypatch.setattr(vllm_engine.Engine, "sync", sync_within)
+
+
 @pytest.mark.parametrize(
     "script, async_steps", [("grpo", 0), ("rloo", 1), ("grpo", 2), ("distill", 2), ("ppo", 3)]
 )
@@ -463,16 +494,14 @@ def test_which_policy_made_which_token(base, tmp_path, monkeypatch, script, asyn
     module = __import__(script)
     running = []
     load = vllm_engine.Engine._load
-    step_once = LLMEngine.step
-
     collected = recorded(monkeypatch, module, "collect")
     monkeypatch.setattr(
         vllm_engine.Engine,
         "_load",
         lambda self, *given: running.append(len(self.waiting)) or load(self, *given),
     )
-    if async_steps > 1:  # a rollout lasts as long as a step
-        monkeypatch.setattr(LLMEngine, "step", lambda self: time.sleep(0.02) or step_once(self))
+    if async_steps > 1:
+        overlap(monkeypatch)
     values = variant(
         base, tmp_path, **{**ASYNC, "async_steps": async_steps}, learning_rate=1e-2, temperature=0.8
     )
