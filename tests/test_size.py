@@ -96,7 +96,7 @@ def table() -> dict[str, tuple[int, int]]:
             sum(path.parent.name == "plumbing" for path in plumbing),
             3,
         ),
-        "tests/, tokens": (tokens("tests/**/*.py"), 160_490),
+        "tests/, tokens": (tokens("tests/**/*.py"), 154_660),
         "web files of the report, lines": (
             lines(*(f"assets/report/*.{end}" for end in ("js", "css", "html"))),
             560,
