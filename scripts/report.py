@@ -10,11 +10,10 @@ data.
 """
 
 import json
-import math
 import os
 import time
-from collections import Counter
-from itertools import count
+from itertools import groupby
+from operator import itemgetter
 
 import jinja2
 import repository  # noqa: F401
@@ -34,8 +33,8 @@ from plumbing.run.log import (
 SAMPLE_BYTES = 6_000_000
 TOKEN_BYTES = 12_000_000
 RELOAD_SECONDS = 20  # with --watch
-# Flags that runs of a group differ by.
-NAMES = {"seed", "run_name", "output_dir", "resume", "track"}
+# Flags that runs of a group, which share a curve, may differ by.
+OF_ONE_RUN = {"seed", "run_name", "output_dir", "resume", "track"}
 
 
 def main(
@@ -76,9 +75,9 @@ def page(folders: list[str], watch: bool = False) -> tuple[str, bool]:
     runs = [
         read_run(folder, name, len(folders)) for folder, name in zip(folders, run_names(folders))
     ]
-    keys = [without_seed(run) for run in runs]
-    for run, key in zip(runs, keys):
-        run["group"] = list(dict.fromkeys(keys)).index(key)
+    groups = {}  # number of each
+    for run in runs:
+        run["group"] = groups.setdefault(without_seed(run), len(groups))
     parts = jinja2.Environment(
         loader=jinja2.FileSystemLoader(f"{utils.ROOT}/assets/report"),
         autoescape=True,
@@ -97,9 +96,9 @@ def page(folders: list[str], watch: bool = False) -> tuple[str, bool]:
     return text, running
 
 
-def read_run(folder: str, name: str, runs: int) -> dict:
-    """Return what the page has of a run; `runs` share the bytes for samples. A folder of metrics
-    alone, or of a run before its first step, will do.
+def read_run(folder: str, name: str, count: int) -> dict:
+    """Return what the page has of one of `count` runs, which share the room for samples. A folder
+    of metrics alone, or of a run before its first step, will do.
     """
     facts = read_args(folder)
     rows = list(read_log(folder))
@@ -111,9 +110,9 @@ def read_run(folder: str, name: str, runs: int) -> dict:
     if not rows and not facts:
         raise ValueError(f"{folder} has no args.json and no metrics.jsonl with a whole line")
     names = dict.fromkeys(name for row in rows for name in row if name not in ("step", "episode"))
-    size = SAMPLE_BYTES // 2 // runs
+    size = SAMPLE_BYTES // 2 // count  # of training, and as much of evaluations
     samples = read_samples(folder, "samples.jsonl", size)
-    tokens = read_samples(folder, "tokens.jsonl", TOKEN_BYTES // runs, samples)
+    tokens = read_samples(folder, "tokens.jsonl", TOKEN_BYTES // count)
     of_sample = {(row["step"], row["sample"]): row for row in tokens}
     for row in samples:
         row["held_out"] = bool(evaluated)
@@ -134,7 +133,7 @@ def without_seed(run: dict) -> str:
     """Return what the runs of a group share: script and flags, but for seed and names. A run
     without flags is alone.
     """
-    flags = {name: x for name, x in run["args"].items() if name not in NAMES}
+    flags = {name: x for name, x in run["args"].items() if name not in OF_ONE_RUN}
     return json.dumps([run.get("script"), flags], sort_keys=True) if flags else run["name"]
 
 
@@ -143,25 +142,28 @@ def five_digits(x: float | None) -> float | None:
     return None if x is None else float(f"{x:.5g}")
 
 
-def read_samples(folder: str, name: str, size: int, among: list[dict] | None = None) -> list[dict]:
-    """Return the rows of so many steps, evenly spread and the last one among them, as `size` bytes
-    hold; with their "place" in the step, and step 0 where they have none.
+def read_samples(folder: str, name: str, size: int) -> list[dict]:
+    """Return the rows of the last step and of every n-th step, with their "place" in the step; a row
+    without a step is of step 0.
 
-    The log is read twice, line by line: of the steps that are left out, a number each is in memory.
-
-    Args:
-        among: rows of the steps to choose from; None for all.
+    n is 1, and doubles whenever the rows of every n-th step take more than `size` bytes. So the
+    log is read once, and a step that is left out takes no memory. The steps of a higher n, which
+    tokens need, are among those of a lower n.
     """
-    steps = None if among is None else {row["step"] for row in among}
-    sizes = Counter()
-    for row in read_log(folder, name):
-        step = row.get("step", 0)
-        if steps is None or step in steps:
-            sizes[step] += len(json.dumps(row))
-    every = math.ceil(sizes.total() / size) or 1
-    kept = {step: count() for step in sorted(sizes, reverse=True)[::every]}
-    rows = ({"step": 0, **row} for row in read_log(folder, name))
-    return [{**row, "place": next(kept[row["step"]])} for row in rows if row["step"] in kept]
+    log = ({"step": 0, **row} for row in read_log(folder, name))
+    every, used = 1, 0
+    kept = {}  # step: rows
+    step, last = 0, []
+    for step, group in groupby(log, itemgetter("step")):
+        last = [{**row, "place": place} for place, row in enumerate(group)]
+        if step % every == 0:
+            kept[step] = last
+            used += len(json.dumps(last))
+        while used > size and len(kept) > 1:
+            every *= 2
+            kept = {step: rows for step, rows in kept.items() if step % every == 0}
+            used = len(json.dumps([*kept.values()]))
+    return [row for rows in {**kept, step: last}.values() for row in rows]
 
 
 if __name__ == "__main__":

@@ -9,10 +9,10 @@ function element(tag, properties = {}, ...children) {
   return made;
 }
 
-/** Return a number with three significant digits, or without decimals. */
-function format(x) {
+/** Return a number with some significant digits, or without decimals. */
+function format(x, digits = 3) {
   if (typeof x !== "number") return x ?? "–";
-  return Math.abs(x) >= 1000 ? Math.round(x).toLocaleString("en") : String(Number(x.toPrecision(3)));
+  return Math.abs(x) >= 1000 ? Math.round(x).toLocaleString("en") : String(Number(x.toPrecision(digits)));
 }
 
 const div = (className, ...children) => element("div", { className }, ...children);

@@ -1,5 +1,5 @@
 // The browser of samples: a list that filters narrow, and a sample beside its group, or another response to its prompt.
-const NOT_SCORES = ["step", "place", "run", "length", "index"]; // the other numbers of a sample are its scores
+const NOT_SCORES = ["step", "place", "run", "length", "index", "answer"]; // the other numbers of a sample are its scores
 const SAMPLES = RUNS.flatMap((run, number) => run.samples.map((row) => ({ response: row.chosen_text ?? "", ...row, run: number })));
 const scoresOf = (sample) => Object.keys(sample).filter((key) => typeof sample[key] === "number" && !NOT_SCORES.includes(key));
 const SCORES = [...new Set(SAMPLES.flatMap(scoresOf))];
@@ -54,21 +54,23 @@ function open(sample, other) {
   const alike = SAMPLES.filter((one) => one.prompt === sample.prompt).sort((a, b) => distance(a) - distance(b));
   const group = alike.filter((one) => ["run", "step", "held_out"].every((key) => one[key] === sample[key]));
   const shown = [sample, ...(other ? [other] : group.filter((one) => one !== sample))];
+  const lacking = RUNS.filter((_, i) => alike.every((one) => one.run !== i || group.includes(one))).map((run) => run.name).join(", ");
   const rows = alike.map((one) => {
-    const facts = [RUNS[one.run].name, one.step, ...SCORES.map((key) => format(one[key])), one.stop_reason ?? "", one.response.slice(0, 80)];
-    const click = () => open(sample, one === other || one === sample ? null : one);
-    return element("tr", { ariaSelected: one === sample || one === other, onclick: click }, facts.map((fact) => element("td", {}, fact)));
+    const text = element("button", {}, one.response.slice(0, 80) || "(empty)");
+    const facts = [RUNS[one.run].name, one.step, ...SCORES.map((key) => format(one[key])), one.stop_reason ?? "", text];
+    const onclick = () => open(sample, one === other || one === sample ? null : one);
+    return element("tr", { ariaSelected: one === sample || one === other, onclick }, facts.map((fact) => element("td", {}, fact)));
   });
   const head = ["run", "step", ...SCORES, "ended by", "response"].map((cell) => element("th", {}, cell));
   const table = element("table", { id: "same-prompt" }, element("thead", {}, element("tr", {}, head)), element("tbody", {}, rows));
   const scale = showScale(shown);
   $("sample").append(
     element("p", { className: "label" }, "prompt"), div("prompt", textBlock(sample.prompt)),
-    element("div", {}, sample.answer == null ? null : labelled("reference answer", sample.answer)),
+    element("div", {}, sample.answer == null ? null : labelled("reference answer", String(sample.answer))),
     element("p", { className: "label" }, other || group.length < 2 ? null : summary(group)),
     div("columns", shown.map((one) => card(one, scale, one === sample && shown.length > 1))),
-    element("p", { className: "label" }, "responses to this prompt, nearest step first; click on one to compare it alone"),
-    div("wide", table));
+    element("p", { className: "label" }, "responses to this prompt, nearest step first; choose one to compare it alone"), div("wide", table),
+    element("p", { className: "label" }, lacking && `Besides this group, the page has no response to this prompt from ${lacking}.`));
 }
 
 /** Return the line above a group, of which the log may have a part. */
@@ -89,8 +91,8 @@ function textBlock(text) {
 const labelled = (label, text, kind = "") => div(`turn ${kind}`, element("p", { className: "label" }, label), textBlock(text));
 
 function card(sample, scale, chosen) {
-  const facts = [["chosen", chosen ? "in the list" : undefined]];
-  facts.push(["", `${sample.held_out ? "evaluation" : "training"}, ${RUNS[sample.run].name}`], ["step", sample.step]);
+  const kind = `${sample.held_out ? "evaluation" : "training"}, ${RUNS[sample.run].name}`;
+  const facts = [["chosen", chosen ? "in the list" : undefined], ["", kind], ["step", sample.step]];
   facts.push(...SCORES.filter((key) => key in sample).map((key) => [key, format(sample[key])]));
   facts.push(["ended by", sample.stop_reason], ["tokens", sample.length]);
   const tags = facts.filter(([, x]) => x !== undefined).map(([key, x]) => element("span", { className: "tag" }, `${key} ${x}`));

@@ -3,8 +3,7 @@ const add = (id, names) => $(id).append(...[...new Set(names)].map((name) => ele
 add("filter-stop_reason", SAMPLES.map((sample) => sample.stop_reason).filter(Boolean));
 add("filter-score", SCORES);
 const ROWS = SAMPLES.map((sample) => sample.tokens).filter(Boolean);
-const named = [...$("colour").options].map((option) => option.value);
-add("colour", ROWS.flatMap(Object.keys).filter((name) => !named.includes(name)));
+add("colour", ROWS.flatMap(Object.keys).filter((name) => ![...$("colour").options].some(({ value }) => value === name)));
 const isKnown = (name) => ROWS.some((tokens) => tokens.texts.some((_, i) => Number.isFinite(numberOf(tokens, name, i))));
 for (const option of [...$("colour").options]) if (option.value && !isKnown(option.value)) option.remove(); // "": plain text
 

@@ -17,7 +17,7 @@ function showScale(samples) {
   $("scale").hidden = !value;
   [$("lowest").textContent, $("highest").textContent] = [format(-scale), format(scale)];
   const meaning = scale ? title || "orange: below 0; blue: above 0." : "none: 0 at each of these tokens.";
-  $("meaning").textContent = known.length ? meaning : "these responses have no such number.";
+  $("meaning").textContent = known.length ? meaning : "none: these responses have no such number. Nothing trains on an evaluation.";
   return value && (scale || 1);
 }
 
@@ -45,18 +45,17 @@ function drawTokens(tokens, scale) {
     showToken(tokens, i);
     return spans[i];
   };
-  const step = { ArrowRight: 1, ArrowLeft: -1 };
   place.addEventListener("mouseover", (event) => move(spans.indexOf(event.target)));
   place.addEventListener("focus", () => move(at));
-  place.addEventListener("keydown", (event) => move(at + step[event.key])?.scrollIntoView({ block: "nearest" }));
+  place.addEventListener("keydown", (event) => move(at + { ArrowRight: 1, ArrowLeft: -1 }[event.key])?.scrollIntoView({ block: "nearest" }));
   return place;
 }
 
-/** Show the numbers of a token in the line at the bottom of the window: log-probs with their probability. */
+/** Show the numbers of a token, of which the log has four digits, at the bottom of the window: log-probs with their probability. */
 function showToken(tokens, i) {
   const text = (name, x = numberOf(tokens, name, i)) => {
     if (["clipped", "trains"].includes(name)) return x ? "yes" : "no";
-    return format(x) + (name.endsWith("logprobs") ? ` (${format(100 * Math.exp(x))}%)` : "");
+    return format(x, 4) + (name.endsWith("logprobs") ? ` (${format(100 * Math.exp(x))}%)` : "");
   };
   const known = [...$("colour").options].filter((option) => !Number.isNaN(numberOf(tokens, option.value, i)));
   const parts = ({ title, text: name, value }) => element("span", { title }, `${name}: `, element("b", {}, text(value)));

@@ -370,15 +370,15 @@ def append(path: str | Path, rows: Iterable[dict]) -> None:
 
 
 def read_log(folder: str, name: str = "metrics.jsonl") -> Iterator[dict]:
-    """Yield the rows of a run's log, none if there is no log. A last line that a kill cut short is
-    left out; raise a UserError if another line cannot be read.
+    """Yield the rows of a run's log, none if there is no log; with None for what is not finite. A
+    last line that a kill cut short is left out; raise a UserError if another line cannot be read.
     """
     path = Path(folder, name)
     if path.exists():
         with as_user_error(str(path)), open(path, encoding="utf-8") as lines:
             for line in lines:
                 if line.endswith("\n"):
-                    yield json.loads(line)
+                    yield json.loads(line, parse_constant=lambda _: None)
 
 
 def read_args(folder: str, name: str = "args.json") -> dict:
@@ -391,7 +391,7 @@ def read_args(folder: str, name: str = "args.json") -> dict:
 
 def without_secrets(flags: dict) -> dict:
     """Return flags for others to see: their addresses have no user, password or query, which may
-    hold keys.
+    hold keys. A number that is not finite, which JSON does not have, becomes a word.
     """
     address = r"(?<=://)(?:[^\s\"\\/?#]*@)?([^\s\"\\?#]*)[^\s\"\\]*"
-    return json.loads(re.sub(address, r"\1", json.dumps(flags)))
+    return json.loads(re.sub(address, r"\1", json.dumps(flags)), parse_constant=str)
