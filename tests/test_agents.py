@@ -17,11 +17,10 @@ import torch
 from helpers import ROOT, free_port, table
 from test_turns import ADD, QWEN25
 from test_turns import tokenizer_of as tokenizer_of  # a fixture
-from tiny_models import CPU, random_model
+from tiny_models import CPU, WORLD, random_model
 
 import grpo
 import ppo
-import utils
 from extras.episodes import agents
 from extras.episodes.agents import Agents, plain
 from extras.episodes.conversations import Conversation
@@ -466,7 +465,7 @@ HANGING = {
     "hangs": ("ask(user('x')); time.sleep(60)", "play: TimeoutError .*: no answer in time"),
     "is deaf": (
         "signal.signal(signal.SIGALRM, signal.SIG_IGN); time.sleep(60)",
-        "play gave no answer within 8 s",
+        "play(: TimeoutError .*| gave no answer within 4 s)",  # interrupted before, if it is slow
     ),
 }
 BAD = {
@@ -502,14 +501,13 @@ BAD = {
 
 
 def test_bad_agents_fail_alone(play, caplog):
-    """And good ones beside them are answered. What is no HTTP is a line of the log."""
-    for kinds, seconds in ((HANGING, 8.0), (BAD, 100.0)):
-        codes = [code for code, _ in kinds.values()]
-        (*bad, good), _ = play(*codes, "ask(user('x'))", agent_timeout=seconds)
-        for (name, (_, error)), x in zip(kinds.items(), bad, strict=True):
-            assert x.stop_reason == "error" and np.isnan(x.reward), name
-            assert re.fullmatch(error, x.error), (name, x.error)
-        assert (good.stop_reason, good.reward) == ("done", 1.0)
+    """And a good one beside them is answered. What is no HTTP is a line of the log."""
+    (good, *bad), _ = play("ask(user('x'))", *(code for code, _ in BAD.values()))
+    hanging, _ = play(*(code for code, _ in HANGING.values()), agent_timeout=4.0)
+    for (name, (_, error)), x in zip((BAD | HANGING).items(), bad + hanging, strict=True):
+        assert x.stop_reason == "error" and np.isnan(x.reward), name
+        assert re.fullmatch(error, x.error), (name, x.error)
+    assert (good.stop_reason, good.reward) == ("done", 1.0)
     assert re.search("Invalid header token: +b'Host x'", caplog.text)
     assert "Traceback" not in caplog.text
 
@@ -541,9 +539,9 @@ def test_contexts_weigh_as_their_response(batch, how, budget):
     policy = grpo.Policy(
         model, types.SimpleNamespace(temperature=0.7, gradient_checkpointing=False, entropy_coef=0)
     )
-    world = utils.World(0, 1, CPU)
     args = grpo.Args(micro_batch_tokens=budget)
-    logprobs = forward_batch(policy, batch, "logprobs", args, world)
+    logprobs = forward_batch(policy, batch, "logprobs", args, WORLD)
+    assert not logprobs[~batch.response_mask].any()
     losses = torch.randn(
         logprobs.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
     )
@@ -574,7 +572,7 @@ def test_contexts_weigh_as_their_response(batch, how, budget):
     batch.tokens["losses"] = losses
     found = 0.0
     count = 0
-    for (ids, read), micro, _ in batch.micro_batches([0, 1, 2], args, world):
+    for (ids, read), micro, _ in batch.micro_batches([0, 1, 2], args, WORLD):
         count += 1
         assert read.sum() == micro["response_mask"].sum() and len(ids) >= len(micro["losses"])
         assert ids.numel() <= budget or len(micro["losses"]) == 1

@@ -5,52 +5,21 @@ tests/test_cli.py.
 """
 
 import json
-import os
 import shlex
 import shutil
 from pathlib import Path
 
 import helpers
 import pytest
-from helpers import ROWS, run_here, scalar_folder, tiny_model, write_rows
+from helpers import ROWS, run_here, scalar_folder, tiny_model, write_files, write_rows
 
-BASE = (
-    "--model model --dataset data.jsonl --reward exact --system_prompt= --rollout_batch_size 2 --group_size 4 "
-    "--mini_batch_size 8 --total_episodes 8 --max_response_length 10 --eval_every 0 --save_every 0"
-)
-FLAGS = {  # of a command that would run; what follows them counts
-    "grpo": BASE,
-    "ppo": BASE,
-    "reward_model": "--model model --dataset pairs.jsonl --system_prompt= --batch_size 4 --eval_every 0",
-    "evaluate": "--model model --dataset data.jsonl --reward exact --system_prompt= --samples 2 "
-    "--max_response_length 10",
-}
-FILES = {
+FLAGS, FILES, BROKEN = helpers.table("bad_input.yaml").values()
+FILES |= {
     "data.jsonl": ROWS,
     "pairs.jsonl": [
         {"prompt": row["prompt"], "chosen": row["answer"], "rejected": "none"} for row in ROWS
     ],
-    "second line.jsonl": '{"prompt": "a"}\n{"prompt": "a"\n',
-    "not utf8.jsonl": b'{"prompt": "a"}\n{"prompt": "\xff\xfe"}\n',
-    "lists.json": "[[1]]",
-    "empty.jsonl": "",
-    "text.parquet": "not parquet",
-    "unanswered.jsonl": [{"prompt": "1+1="}] * 9,
-    "mixed.jsonl": [{"question": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}],
-    "other columns.jsonl": [{"input": "1+1=", "output": "2"}] * 3,
     "long.jsonl": [{"prompt": "1" * 200, "answer": "1" * 60}],
-    "template.jinja": "{% for",
-    "reward.py": "def other(prompts, responses): pass\nvalue = 3\n",
-    "imports.py": "import no_such_module\n",
-}
-BROKEN = {  # copies of the model: a file, and its content or what changes in it
-    "no tokenizer": ("tokenizer.json", None),
-    "no weights": ("model.safetensors", None),
-    "unknown type": ("config.json", {"model_type": "none"}),
-    "own code": ("config.json", {"model_type": "none", "auto_map": {"AutoConfig": "a.B"}}),
-    "other sizes": ("config.json", {"hidden_size": 64}),
-    "cut weights": ("model.safetensors", b"\x10"),
-    "cut tokenizer": ("tokenizer.json", b'{"ver'),
 }
 
 
@@ -58,11 +27,7 @@ BROKEN = {  # copies of the model: a file, and its content or what changes in it
 def folder(tmp_path_factory) -> Path:
     """The folder in which the commands run."""
     folder = tmp_path_factory.mktemp("input")
-    for name, content in FILES.items():
-        if isinstance(content, list):
-            write_rows(folder / name, content)
-        else:
-            (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    write_files(folder, FILES)
     tiny_model(folder / "model")
     tiny_model(folder / "chat", chat=True)
     tiny_model(folder / "small", vocab_size=9)
@@ -72,12 +37,13 @@ def folder(tmp_path_factory) -> Path:
     scalar_folder(folder / "model", folder / "other vocabulary", tokens=("ab", "12"))
     for name, (file, content) in BROKEN.items():
         shutil.copytree(folder / "model", folder / name)
+        path = folder / name / file
         if content is None:
-            os.remove(folder / name / file)
+            path.unlink()
             continue
         if isinstance(content, dict):
-            content = json.dumps(json.loads((folder / name / file).read_text()) | content).encode()
-        (folder / name / file).write_bytes(content)
+            content = json.dumps(json.loads(path.read_text()) | content)
+        path.write_text(content, encoding="latin-1")
     (folder / "empty").mkdir()
     return folder
 

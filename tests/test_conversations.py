@@ -14,14 +14,13 @@ import helpers
 import numpy as np
 import pytest
 import torch
-from helpers import folder_of, metrics_of, read_lines, run, run_here, run_ranks, scores_by
-from tiny_models import CPU, make_tokenizer
+from helpers import metrics_of, recorded, run_here
+from tiny_models import CPU, WORLD, make_tokenizer
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 import grpo
 import ppo
 import rloo
-import utils
 from extras.episodes.conversations import STOP_REASONS, Conversation, Conversations
 from extras.vllm.sampling import VllmSampling
 from plumbing.models.loading import load_model, precision
@@ -31,7 +30,6 @@ from plumbing.rollout.batch import forward_batch
 from plumbing.rollout.sampler import Sampler
 from plumbing.run.metrics import conversation_metrics
 
-WORLD = utils.World(0, 1, CPU)
 never = lambda: False
 GREEDY = np.full((5, 200), -1.0)  # in place of random numbers
 
@@ -344,13 +342,6 @@ def test_failed_environments_are_left_out(batch, script, monkeypatch):
     assert found.batch.tokens["again"].tolist() == [[0], [5], [5], [5]]
 
 
-def test_rewards_that_are_not_finite_are_no_scores():
-    reward_sources = RewardSources(grpo.Args(reward=("episode",)), make_tokenizer())
-    rows = [{"episode": x} for x in (math.inf, math.nan, -1.0)]
-    scores = scores_by(reward_sources, rows, [""] * 3, [[]] * 3)
-    assert scores["episode"] == pytest.approx([math.nan, math.nan, -1.0], nan_ok=True)
-
-
 def test_a_string_ends_a_turn(load, tokenizer):
     """With --turn_stop a turn ends with the token that completes the text, in the decode loop
     itself.
@@ -385,12 +376,11 @@ def test_rewards_of_turns_reach_the_advantages(script, tmp_path, monkeypatch):
         "total_episodes": 8,
     }
     values |= {"advantage": "reinforce++"} if script is rloo else {}
-    calls = []
     name = "turn_advantages" if script is grpo else "token_rewards"
     original = getattr(script, name)
-    monkeypatch.setattr(script, name, lambda *args: calls.append(args) or original(*args))
+    calls = recorded(monkeypatch, script, name)
     run_here(values, script.__name__)
-    for scores, *args in calls:
+    for (scores, *args), _ in calls:
         turn_rewards = args[0] if script is grpo else args[-1]
         torch.testing.assert_close(turn_rewards.sum(1), scores.double(), rtol=1e-6, atol=1e-6)
         assert (turn_rewards != 0).sum(1).max() == 3
@@ -405,35 +395,3 @@ def test_rewards_of_turns_reach_the_advantages(script, tmp_path, monkeypatch):
 
 
 # ---- whole runs ----------------------------------------------------------------------------------
-
-
-def test_sampler_and_trainer_agree_and_two_ranks_are_one(tmp_path):
-    values = helpers.workspace(tmp_path) | {
-        "run_name": "one",
-        "precision": "float64",
-        "turn_stop": SHORT,
-        "turn_rewards": True,
-    }
-    values |= {
-        "environment": helpers.GAME,
-        "reward": "episode",
-        "max_response_length": 40,
-        "total_episodes": 16,
-    }
-    run(values)
-    rows = metrics_of(values)
-    for row in rows[1:]:
-        assert row["rollout/logprob_diff_max"] < 1e-5 and math.isfinite(row["loss/policy_avg"])
-        assert row["stop_reason/done"] > 0.5 and row["conversation/turns"] > 2
-        assert row["conversation/observation_tokens"] > 0
-    two = values | {"run_name": "two"}
-    run_ranks(two, 2, (0, 0))
-    for row, other in zip(rows, metrics_of(two), strict=True):
-        assert other == pytest.approx(row, rel=1e-6, abs=1e-6)
-    turns, others = (
-        [x["turns"] for x in read_lines(folder_of(each) / "samples.jsonl")]
-        for each in (values, two)
-    )
-    assert turns == others and [turn["role"] for turn in turns[0]] == ["assistant", "user"] * 2 + [
-        "assistant"
-    ]

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from helpers import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import PreTrainedTokenizerFast
+from tiny_models import WORLD
 
 import ppo
 import reward_model
@@ -44,7 +44,7 @@ from plumbing.rewards.sources import why_unscorable
 from plumbing.run.command import report_errors
 from plumbing.run.ranks import Interrupt
 from plumbing.run.setup import load_supervised
-from utils import UserError, World
+from utils import UserError
 
 ARGS = vars(
     ppo.Args(model=str(helpers.ROOT / "assets" / "tiny"), max_response_length=64, system_prompt="")
@@ -63,33 +63,20 @@ def args_of(**changes):
 @pytest.fixture(scope="module")
 def tokenizers() -> dict:
     """One that puts a BOS before a text and one that does not, each with and without a template."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-
-    made = {}
-    special = {"pad_token": "<pad>", "eos_token": "<eos>"}
-    tokens = ["<pad>", "<eos>", "<bos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    for bos, template in itertools.product((True, False), (None, WITH_BOS, WITHOUT_BOS)):
-        core = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
-        core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        core.decoder = decoders.ByteLevel()
-        if bos:
-            core.post_processor = processors.TemplateProcessing(
-                single="<bos> $A", special_tokens=[("<bos>", 2)]
-            )
-        made[bos, template] = PreTrainedTokenizerFast(
-            tokenizer_object=core,
-            chat_template=template,
-            **special,
-            **({"bos_token": "<bos>"} if bos else {}),
-        )
-    return made
+    kinds = itertools.product((True, False), (None, WITH_BOS, WITHOUT_BOS))
+    return {
+        (bos, template): helpers.make_tokenizer(bos, bos_token="<bos>", chat_template=template)
+        for bos, template in kinds
+    }
 
 
-def prompts_of(name: str, tokenizer, split: str = "train", **changes) -> list[dict]:
-    args = args_of(**changes)
-    return list(
-        mixture.mix(data.load_prompts("--dataset", name, split, tokenizer, args, why_unscorable), 1)
-    )
+def parts_of(name, tokenizer, split: str = "train", check=why_unscorable, **changes) -> list[tuple]:
+    """(rows, weight) of each data set of a file or list."""
+    return data.load_prompts("--dataset", str(name), split, tokenizer, args_of(**changes), check)
+
+
+def prompts_of(name, tokenizer, split: str = "train", **changes) -> list[dict]:
+    return list(mixture.mix(parts_of(name, tokenizer, split, **changes), 1))
 
 
 def load(rows, tmp_path, tokenizer, **changes) -> list[dict]:
@@ -116,11 +103,10 @@ def test_known_rows_need_no_flags(name, tokenizers, tmp_path):
     assert got["columns"] == row  # whole: reward functions get them
 
 
-def test_reasoning_gym_rows_are_apart_and_the_same_each_time(tokenizers, capsys, monkeypatch):
+def test_reasoning_gym_rows_are_apart_and_the_same_each_time(tokenizer, capsys, monkeypatch):
     pytest.importorskip("reasoning_gym")
     monkeypatch.setitem(BUILT_IN, "reasoning_gym", {"train": 20, "test": 5})
     name = "reasoning_gym:leg_counting"
-    tokenizer = tokenizers[False, None]
     changes = dict(reward=("reasoning_gym",), max_prompt_length=2000)
     train, test = (prompts_of(name, tokenizer, split, **changes) for split in ("train", "test"))
     assert (len(train), len(test)) == (20, 5)
@@ -129,19 +115,6 @@ def test_reasoning_gym_rows_are_apart_and_the_same_each_time(tokenizers, capsys,
     assert train[0]["prompt"] != test[0]["prompt"] and train[0]["answer"].isdigit()
     line = refused(capsys, prompts_of, "reasoning_gym:no_such", tokenizer)
     assert line.startswith("error: --dataset reasoning_gym:no_such: ")
-
-
-def test_rows_that_name_their_sources(tokenizers, tmp_path):
-    """An answer is needed where a named source reads it."""
-    rows = [
-        {"prompt": "1+1?", "answer": "2", "verifier": "exact"},
-        {"prompt": "2+2?", "verifier": "format"},
-    ]
-    read = load(rows, tmp_path, tokenizers[False, None], reward=("math", "exact", "format"))
-    assert [(row["sources"], row["answer"]) for row in read] == [
-        (["exact"], "2"),
-        (["format"], None),
-    ]
 
 
 # ---- one way of reading for a file, its folder and what else holds the rows ----------------------
@@ -173,17 +146,6 @@ def test_values_are_those_of_the_file_whatever_holds_them(name, tmp_path):
             assert columns_of(place) == rows, place
 
 
-@pytest.mark.parametrize(
-    "name", "08_folder_two_types 09_folder_answers 10_folder_tool_calls 11_folder_dates".split()
-)
-def test_reported_folders(name, tmp_path):
-    rows = list(map(json.loads, (REPORTED / name / "train.jsonl").read_text().splitlines()))
-    assert columns_of(REPORTED / name) == columns_of(REPORTED / name / "train.jsonl") == rows
-    typed = datasets.Dataset.from_list(rows, on_mixed_types="use_json")
-    typed.to_parquet(tmp_path / "rows.parquet")
-    assert columns_of(tmp_path / "rows.parquet") == rows
-
-
 def test_null_in_the_objects_of_parquet_is_no_key(tmp_path):
     """It gives all objects the same keys; a column is one of all rows."""
     rows = [
@@ -198,7 +160,7 @@ def test_null_in_the_objects_of_parquet_is_no_key(tmp_path):
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "csv", "parquet"])
-def test_a_folder_whose_files_differ_in_columns(ending, tmp_path, tokenizers, capsys):
+def test_a_folder_whose_files_differ_in_columns(ending, tmp_path, tokenizer, capsys):
     for i, column in enumerate(("prompt", "question")):
         frame = pandas.DataFrame({column: ["1+1="], "answer": ["2"]})
         file = tmp_path / f"train-{i}.{ending}"
@@ -208,10 +170,10 @@ def test_a_folder_whose_files_differ_in_columns(ending, tmp_path, tokenizers, ca
             "parquet": frame.to_parquet,
         }
         writers[ending](file)
-    line = refused(capsys, prompts_of, str(tmp_path), tokenizers[False, None])
+    line = refused(capsys, prompts_of, str(tmp_path), tokenizer)
     assert "train-1." in line and "prompt" in line
     name = REPORTED / "18_folder_mixed_schema"
-    line = refused(capsys, prompts_of, str(name), tokenizers[False, None])
+    line = refused(capsys, prompts_of, str(name), tokenizer)
     assert f"{name} train-00001.jsonl row 1: has nothing in column 'prompt'" in line
 
 
@@ -281,7 +243,7 @@ def test_token_ids_are_those_of_apply_chat_template(name, kind, system, tokenize
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)[
         "input_ids"
     ]
-    assert got["query"] == ids and ids.count(2) == (kind[1] == WITH_BOS)
+    assert got["query"] == ids and ids.count(tokenizer.bos_token_id) == (kind[1] == WITH_BOS)
     assert got["prompt"] == tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, tokenize=False
     )
@@ -289,13 +251,14 @@ def test_token_ids_are_those_of_apply_chat_template(name, kind, system, tokenize
 
 @pytest.mark.parametrize("bos", [True, False])
 def test_without_a_template_text_stays_as_it_is(bos, tokenizers, tmp_path, capsys):
+    """But for a system prompt above it. A BOS stands there once."""
     tokenizer = tokenizers[bos, None]
-    (row,) = load([ROWS["text"][0]], tmp_path, tokenizer)
-    assert (
-        row["query"] == tokenizer.encode("1+1?")
-        and row["query"].count(2) == bos
-        and row["prompt"] == "1+1?"
-    )
+    for begin, system in (("", "Be brief."), ("<bos>", ""), ("", "")):
+        rows = [{"prompt": f"{begin}1+1?", "answer": "2"}]
+        (row,) = load(rows, tmp_path, tokenizer, system_prompt=system)
+        plain = tokenizer.encode(f"{system}\n1+1?".lstrip(), add_special_tokens=False)
+        assert row["query"] == [tokenizer.bos_token_id] * bool(bos or begin) + plain
+    assert row["prompt"] == "1+1?"
     line = refused(capsys, load, [ROWS["src and tgt"][0]], tmp_path, tokenizer)
     assert "row 1: has several turns, and the tokenizer of --model has no chat template" in line
     assert line.endswith("name a file of one with --chat_template")
@@ -341,33 +304,33 @@ def test_a_template_from_a_file_and_none(tokenizers, tmp_path, capsys):
 # ---- rows that lack something, or have too much --------------------------------------------------
 
 
-def test_first_rows_without_an_answer(tokenizers, tmp_path):
+def test_first_rows_without_an_answer(tokenizer, tmp_path):
     """The column is that of any row."""
     rows = [
         {"prompt": "a", "other": 1},
         {"prompt": "b", "answer": None},
         {"prompt": "c", "answer": "3"},
     ]
-    read = load(rows, tmp_path, tokenizers[False, None], reward=("format",))
+    read = load(rows, tmp_path, tokenizer, reward=("format",))
     assert [row["answer"] for row in read] == [None, None, "3"]
 
 
-def test_columns_with_dots(tokenizers, tmp_path, capsys):
+def test_columns_with_dots(tokenizer, tmp_path, capsys):
     row = {"in": {"text": "6*7?"}, "out": {"a": {"b": 42}}, "out.a": "exactly so called"}
     names = dict(prompt_column="in.text", answer_column="out.a.b")
-    assert one(row, tmp_path, tokenizers[False, None], **names) == ("6*7?", 42)
+    assert one(row, tmp_path, tokenizer, **names) == ("6*7?", 42)
     assert (
-        one(row, tmp_path, tokenizers[False, None], **{**names, "answer_column": "out.a"})[1]
+        one(row, tmp_path, tokenizer, **{**names, "answer_column": "out.a"})[1]
         == "exactly so called"
     )
     names["answer_column"] = "in.text.b"
-    line = refused(capsys, lambda: one(row, tmp_path, tokenizers[False, None], **names))
+    line = refused(capsys, lambda: one(row, tmp_path, tokenizer, **names))
     assert "has nothing in column 'in.text.b'; name a column with --answer_column" in line
 
 
-def test_prompts_that_are_too_long_are_left_out_and_counted(tokenizers, tmp_path, capsys):
+def test_prompts_that_are_too_long_are_left_out_and_counted(tokenizer, tmp_path, capsys):
     rows = [{"prompt": "1" * length, "answer": "1"} for length in (3, 9, 4, 8)]
-    read = load(rows, tmp_path, tokenizers[False, None], max_prompt_length=5)
+    read = load(rows, tmp_path, tokenizer, max_prompt_length=5)
     assert [len(row["query"]) for row in read] == [3, 4]
     dropped = "2 of 4 rows, which have more tokens than --max_prompt_length 5"
     assert (
@@ -396,7 +359,7 @@ USEFUL = {
 
 @pytest.mark.parametrize("source", USELESS)
 def test_rows_that_no_response_can_answer_are_left_out_and_counted(
-    source, tokenizers, tmp_path, capsys
+    source, tokenizer, tmp_path, capsys
 ):
     """Unless the source is only measured, or another one scores the row."""
     pytest.importorskip(
@@ -409,7 +372,7 @@ def test_rows_that_no_response_can_answer_are_left_out_and_counted(
         *({"prompt": "b", "answer": x} for x in bad),
         {"prompt": "c", **good},
     ]
-    read = load(rows, tmp_path, tokenizers[False, None], reward=(source,))
+    read = load(rows, tmp_path, tokenizer, reward=(source,))
     assert [row["prompt"] for row in read] == ["a", "c"]
     err = capsys.readouterr().err
     assert (
@@ -417,9 +380,9 @@ def test_rows_that_no_response_can_answer_are_left_out_and_counted(
     )
     named = [{**row, "verifier": "format"} for row in rows]
     for others, flags in ((rows, {"reward_weights": (0, 1)}), (named, {})):
-        assert len(
-            load(others, tmp_path, tokenizers[False, None], reward=(source, "format"), **flags)
-        ) == len(rows)
+        assert len(load(others, tmp_path, tokenizer, reward=(source, "format"), **flags)) == len(
+            rows
+        )
 
 
 TEMPLATES = (
@@ -444,17 +407,17 @@ def test_text_that_holds_a_chat_template(text, tokenizers, tmp_path, capsys):
             assert warned == (template is not None and not name and text != "1+1=")
 
 
-def test_prompts_that_are_all_evaluated_on(tokenizers, tmp_path, capsys):
+def test_prompts_that_are_all_evaluated_on(tokenizer, tmp_path, capsys):
     file = helpers.write_rows(
         tmp_path / "rows.jsonl", [{"prompt": str(i), "answer": "1"} for i in range(3)]
     )
     args = args_of(dataset=file, eval_dataset=file)
-    train, held_out = data.load_train_and_eval(args, tokenizers[False, None], why_unscorable)
+    train, held_out = data.load_train_and_eval(args, tokenizer, why_unscorable)
     assert list(train) == list(held_out) and len(train) == 3
     assert "every row is evaluated on" in capsys.readouterr().err
 
 
-def test_a_share_is_held_out_by_its_prompts(tokenizers, tmp_path, capsys):
+def test_a_share_is_held_out_by_its_prompts(tokenizer, tmp_path, capsys):
     """The same rows in any order, and a line if nothing is evaluated."""
     # each prompt twice
     rows = [{"prompt": f"{i // 2}", "answer": "1", "number": i} for i in range(400)]
@@ -462,7 +425,7 @@ def test_a_share_is_held_out_by_its_prompts(tokenizers, tmp_path, capsys):
         args_of(
             dataset=helpers.write_rows(tmp_path / "rows.jsonl", rows), eval_prompts=0, **changes
         ),
-        tokenizers[False, None],
+        tokenizer,
         why_unscorable,
     )
     parts = load_both(rows, eval_share=0.2)
@@ -478,12 +441,10 @@ def test_a_share_is_held_out_by_its_prompts(tokenizers, tmp_path, capsys):
         load_both(rows, eval_share=1e-9)
 
 
-def test_rows_come_from_the_cache(tokenizers, tmp_path, capsys, monkeypatch):
+def test_rows_come_from_the_cache(tokenizer, tmp_path, capsys, monkeypatch):
     """Until the file changes, by whatever number of processes; what is wrong is one line."""
     file = tmp_path / "rows.jsonl"
-    read = lambda: data.load_prompts(
-        "--dataset", str(file), "train", tokenizers[False, None], args_of(), why_unscorable
-    )[0][0]
+    read = lambda: parts_of(file, tokenizer)[0][0]
     rows = [{"prompt": f"{i}+1=", "answer": i, "other": [None, {"a": 1.5}]} for i in range(3)]
     helpers.write_rows(file, rows)
     monkeypatch.setattr(cache, "ROWS_PER_PROCESS", 1)  # two processes
@@ -526,14 +487,13 @@ def test_the_version_of_the_cache_is_that_of_golden_rows(tmp_path):
     assert {"version": VERSION, "rows": made} == helpers.table("encoded.yaml")
 
 
-def test_what_the_cache_goes_by(tokenizers, tmp_path, monkeypatch):
+def test_what_the_cache_goes_by(tmp_path, monkeypatch):
     """The template, the flags and the version; the day where the template writes it."""
     file = helpers.write_rows(tmp_path / "rows.jsonl", helpers.ROWS)
     tokenizer = copy.deepcopy(CHAT)
 
     def fingerprint(**flags) -> str:
-        given = "train", tokenizer, args_of(**flags), why_unscorable
-        return data.load_prompts("--dataset", file, *given)[0][0]._fingerprint
+        return parts_of(file, tokenizer, **flags)[0][0]._fingerprint
 
     seen = [fingerprint(), fingerprint(system_prompt="Add.")]
     monkeypatch.setattr(cache, "date", types.SimpleNamespace(today=lambda: "tomorrow"))
@@ -548,13 +508,13 @@ def test_what_the_cache_goes_by(tokenizers, tmp_path, monkeypatch):
     assert len({*seen, fingerprint()}) == 5
 
 
-def test_what_stops_encoding_is_one_line(tokenizers, tmp_path, capfd, monkeypatch):
+def test_what_stops_encoding_is_one_line(tokenizer, tmp_path, capfd, monkeypatch):
     """A row that one of several processes cannot read, and a disk without room.
 
     They are forked from a run, with its handlers, and end as datasets ends them, by SIGTERM.
     """
     handled = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    Interrupt(World(0, 1, torch.device("cpu"))).can_save = True
+    Interrupt(WORLD).can_save = True
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     rows = [{"prompt": f"{i}+1=", "answer": "1"} for i in range(2000)]
@@ -567,7 +527,7 @@ def test_what_stops_encoding_is_one_line(tokenizers, tmp_path, capfd, monkeypatc
             resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
         try:
             with pytest.raises(SystemExit), report_errors():
-                prompts_of(file, tokenizers[False, None])
+                prompts_of(file, tokenizer)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         err = capfd.readouterr().err
@@ -577,15 +537,8 @@ def test_what_stops_encoding_is_one_line(tokenizers, tmp_path, capfd, monkeypatc
         signal.signal(number, handler)
 
 
-def test_a_file_that_is_no_text(tokenizers, tmp_path, capsys):
-    (tmp_path / "rows.jsonl").write_bytes(b'{"prompt": "\xff"}\n')
-    name = str(tmp_path / "rows.jsonl")
-    line = refused(capsys, prompts_of, name, tokenizers[False, None], noisy=True)
-    assert line.startswith(f"error: --dataset {name}: 'utf-8' codec can't decode byte 0xff")
-
-
 @pytest.mark.parametrize("ranks", [True, False], ids=["ranks of a run", "runs"])
-def test_two_that_read_at_once(tokenizers, tmp_path, ranks):
+def test_two_that_read_at_once(tokenizer, tmp_path, ranks):
     """The second rank waits for the first, for longer than a collective may last; two runs map
     both.
     """
@@ -608,8 +561,7 @@ def test_two_that_read_at_once(tokenizers, tmp_path, ranks):
             dist.distributed_c10d._update_default_pg(None)
             dist.init_process_group("gloo", f"file://{tmp_path}/store", world_size=2, rank=rank)
             dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=4))
-        args = "train", tokenizers[False, None], args_of(), check_slowly
-        (read, _) = data.load_prompts("--dataset", file, *args)[0]
+        ((read, _),) = parts_of(file, tokenizer, check=check_slowly)
         assert [row["columns"] for row in read] == rows
 
     both = [multiprocessing.get_context("fork").Process(target=read, args=[i]) for i in (0, 1)]
@@ -622,7 +574,7 @@ def test_two_that_read_at_once(tokenizers, tmp_path, ranks):
     assert sorted(mapped.read_text()) == sorted("12345" if ranks else 2 * "12345")
 
 
-def test_what_was_read_is_shown(tokenizers, tmp_path, capsys):
+def test_what_was_read_is_shown(tokenizer, tmp_path, capsys):
     """In one short line each, of both ends; .csv holds texts."""
     name = str(tmp_path / "rows.csv")
     with open(name, "w", encoding="utf-8-sig") as file:  # as Excel writes them
@@ -632,7 +584,7 @@ def test_what_was_read_is_shown(tokenizers, tmp_path, capsys):
             + 99 * "x, "
             + 'last",007,\n2+2?,"4 ""four""",\n'
         )
-    rows = prompts_of(name, tokenizers[False, None], prompt_column="question")
+    rows = prompts_of(name, tokenizer, prompt_column="question")
     assert [row["answer"] for row in rows] == ["007", '4 "four"'] and rows[1]["columns"][
         "note"
     ] == ""
@@ -642,19 +594,18 @@ def test_what_was_read_is_shown(tokenizers, tmp_path, capsys):
     ) and prompt.endswith("x, last'")
     assert len(prompt) < 150 + 150 and answer == f"--dataset {name}: answer (solution): '007'"
     (tmp_path / "rows.csv").write_text("prompt,answer\na,b,c\n")
-    tokenizer = tokenizers[False, None]
     assert refused(capsys, prompts_of, name, tokenizer).startswith(
         f"error: --dataset {name}: row 1 has more cells"
     )
 
 
-def test_a_folder_without_the_split(tokenizers, tmp_path, capsys):
+def test_a_folder_without_the_split(tokenizer, tmp_path, capsys):
     """Its only split is not taken for another one."""
     (tmp_path / "folder").mkdir()
     helpers.write_rows(tmp_path / "folder" / "train.jsonl", helpers.ROWS)
     name = str(tmp_path / "folder")
     assert columns_of(name) == helpers.ROWS
-    args = args_of(dataset=name), tokenizers[False, None], why_unscorable
+    args = args_of(dataset=name), tokenizer, why_unscorable
     line = refused(capsys, data.load_train_and_eval, *args, noisy=True)
     assert (
         line.startswith(f"error: --eval_dataset {name}: ")
@@ -721,11 +672,11 @@ def test_rows_of_odd_types(folder, tokenizers, tokenizer, rows, column, value):
 @pytest.mark.parametrize(
     "value", [datetime.datetime(2020, 1, 1), b"\xff", True, {"a": 1}, [b"1"], None], ids=repr
 )
-def test_types_that_only_parquet_has(folder, tokenizers, value):
+def test_types_that_only_parquet_has(folder, tokenizer, value):
     for column in ("prompt", "answer", "other"):
         row = {"prompt": "1+1=", "answer": "2", column: value}
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), folder / "types.parquet")
-        read = prompts_or_error(str(folder / "types.parquet"), tokenizers[False, None])
+        read = prompts_or_error(str(folder / "types.parquet"), tokenizer)
         assert isinstance(read, str) == (
             column == "prompt" or column == "answer" and value in (None, {"a": 1})
         ), read
@@ -746,11 +697,11 @@ def write_mixture(folder, parts: dict[str, tuple[int, float]], name: str = "mix.
     return helpers.write_rows(folder / name, [entries])
 
 
-def test_a_mixture_is_drawn_by_weight_and_passes_through_each_part(tmp_path, tokenizers):
+def test_a_mixture_is_drawn_by_weight_and_passes_through_each_part(tmp_path, tokenizer):
     """It is one list, the same for the same seed."""
     path = write_mixture(tmp_path, {"a": (30, 2), "b": (500, 1), "c": (70, 5)})
     draw = lambda seed: data.load_train_and_eval(
-        args_of(dataset=path, eval_every=0, seed=seed), tokenizers[False, None], why_unscorable
+        args_of(dataset=path, eval_every=0, seed=seed), tokenizer, why_unscorable
     )[0]
     rows = draw(1)
     drawn = [row["prompt"] for row in rows]
@@ -766,52 +717,38 @@ def test_a_mixture_is_drawn_by_weight_and_passes_through_each_part(tmp_path, tok
     assert {row["dataset"] for row in rows} == {"a.jsonl", "b.jsonl", "c.jsonl"}
 
 
-def test_what_is_evaluated_on_is_not_trained_on(tmp_path, tokenizers, capsys):
+def test_what_is_evaluated_on_is_not_trained_on(tmp_path, tokenizer, capsys):
     """Of a list, the first of each data set in proportion to its weight."""
     evaluated = write_mixture(tmp_path, {"a": (5, 3), "b": (50, 1)}, "evaluated.json")
     args = args_of(dataset=str(tmp_path / "b.jsonl"), eval_dataset=evaluated, eval_prompts=4)
-    train, held_out = data.load_train_and_eval(args, tokenizers[False, None], why_unscorable)
+    train, held_out = data.load_train_and_eval(args, tokenizer, why_unscorable)
     assert [row["prompt"] for row in held_out] == ["a0", "a1", "a2", "b0"]
     assert [row["prompt"] for row in train] == [f"b{i}" for i in range(1, 50)]
     assert "left out 1 of 50 rows, whose prompts are evaluated on" in capsys.readouterr().err
-    parts = data.load_prompts(
-        "--dataset", evaluated, "train", tokenizers[False, None], args, why_unscorable
-    )
+    parts = parts_of(evaluated, tokenizer)
     assert len(mixture.first_prompts(parts, 0)) == 55
     assert [row["prompt"] for row in mixture.first_prompts(parts[1:], 2)] == ["b0", "b1"]
 
 
-def test_entries_may_name_their_split(tmp_path, tokenizers, monkeypatch):
+def test_entries_may_name_their_split(tmp_path, tokenizer, monkeypatch):
     monkeypatch.setitem(BUILT_IN, "arithmetic", {"train": 20, "test": 10})
     entries = [{"prob": 1, "filepath": "arithmetic"}, {"prob": 1, "filepath": "arithmetic@test"}]
     path = helpers.write_rows(tmp_path / "mix.json", [entries])
-    parts = data.load_prompts(
-        "--dataset", path, "train", tokenizers[False, None], args_of(), why_unscorable
-    )
-    assert {part[0]["dataset"]: len(part) for part, _ in parts} == {
-        "arithmetic": 20,
-        "arithmetic@test": 10,
-    }
+    sizes = {rows[0]["dataset"]: len(rows) for rows, _ in parts_of(path, tokenizer)}
+    assert sizes == {"arithmetic": 20, "arithmetic@test": 10}
 
 
-def test_supervised_rows(tmp_path, tokenizers, capsys):
-    file = helpers.write_rows(
-        tmp_path / "a.jsonl", [{"prompt": "a", "completion": "b" * n} for n in (1, 2, 99)]
-    )
-    given = lambda **flags: ppo.Args(**vars(args_of(ptx_dataset=file, **flags)))
-    rows = load_supervised(given(), tokenizers[False, None], [1])
-    assert [tokenizers[False, None].decode(row["response"]) for row in rows] == [
-        "b<eos>",
-        "bb<eos>",
-    ]
+def test_supervised_rows(tmp_path, tokenizer, capsys):
+    rows = [{"prompt": "a", "completion": "b" * n} for n in (1, 2, 99)]
+    file = helpers.write_rows(tmp_path / "a.jsonl", rows)
+
+    def responses(**flags) -> list[str]:
+        args = ppo.Args(**vars(args_of(ptx_dataset=file, **flags)))
+        return [tokenizer.decode(x["response"]) for x in load_supervised(args, tokenizer, [1])]
+
+    assert responses() == ["b<eos>", "bb<eos>"]
     assert "left out 1 of 3 rows" in capsys.readouterr().err
-    args = given(response_column="prompt")
-    assert (
-        tokenizers[False, None].decode(
-            load_supervised(args, tokenizers[False, None], [1])[0]["response"]
-        )
-        == "a<eos>"
-    )
+    assert responses(response_column="prompt") == ["a<eos>"] * 3
 
 
 @pytest.mark.parametrize(
@@ -823,8 +760,8 @@ def test_supervised_rows(tmp_path, tokenizers, capsys):
         ({"prob": 1, "filepath": "a.jsonl", "weight": 2}, "weight"),
     ],
 )
-def test_bad_entries(entry, field, tmp_path, tokenizers, capsys):
+def test_bad_entries(entry, field, tmp_path, tokenizer, capsys):
     path = write_mixture(tmp_path, {"a": (1, 0.5)})
     helpers.write_rows(path, [[{"prob": 0.5, "filepath": "a.jsonl"}, entry]])
-    line = refused(capsys, prompts_of, path, tokenizers[False, None])
+    line = refused(capsys, prompts_of, path, tokenizer)
     assert line.startswith(f"error: --dataset {path} entry 2: {field}: ")

@@ -12,8 +12,18 @@ import helpers
 import pytest
 import torch
 import transformers
-from helpers import folder_of, metrics_of, read_lines, run_here, tiny_model, write_rows
+from helpers import (
+    flags_of,
+    folder_of,
+    metrics_of,
+    read_lines,
+    recorded,
+    run_here,
+    tiny_model,
+    write_rows,
+)
 from test_reward_client import Server, Told
+from tiny_models import CPU
 
 import distill
 import utils
@@ -95,7 +105,7 @@ def test_chunks_give_what_whole_logits_give(tmp_path, monkeypatch, temperature):
     name = tiny_model(tmp_path / "student")
     rows = transformers.AutoConfig.from_pretrained(name).vocab_size
     other = tiny_model(tmp_path / "teacher", "llama", vocab_size=rows + 5)
-    load = lambda flag, name: loading.load_model(flag, name, torch.float64, torch.device("cpu"))
+    load = lambda flag, name: loading.load_model(flag, name, torch.float64, CPU)
     student = load("--model", name)
     teacher = load("--teacher", other)
     ids = torch.tensor([[7, 8, 9, 10, 11, 12], [5, 6, 7, 8, 0, 0]])
@@ -133,8 +143,8 @@ def test_chunks_give_what_whole_logits_give(tmp_path, monkeypatch, temperature):
 
 # ---- rows ----------------------------------------------------------------------------------------
 
-MESSAGES = helpers.table("rows.yaml")["messages"]
-LEARNED = helpers.table("rows.yaml")["learned"]
+ROWS = helpers.table("rows.yaml")
+MESSAGES, LEARNED, TOLD = ROWS["messages"], ROWS["learned"], ROWS["told"]
 
 
 @pytest.mark.parametrize("name", LEARNED)
@@ -160,16 +170,11 @@ def test_what_is_learned_from_a_row(tmp_path, name):
 
 
 def flags(folder, **changes) -> dict:
-    values = {
-        **helpers.workspace(folder),
+    return {
+        **flags_of("distill", helpers.workspace(folder)),
         "precision": "float64",
         "run_name": "run",
         "num_epochs": 1,
-    }
-    for name in ("group_size", "non_stop_penalty", "kl_coef", "total_episodes"):
-        del values[name]
-    return {
-        **values,
         "rollout_batch_size": 4,
         "passes": 8 / 13,
         "eval_every": 0,
@@ -297,18 +302,11 @@ def test_the_model_teaches_itself_behind_another_prompt(tmp_path):
 
 
 def test_longer_prompts_of_a_teacher_count_in_a_micro_batch(tmp_path, monkeypatch):
-    passes = []
-    forward = distill.Policy.forward
-
-    def count(self, input_ids, *given):
-        passes.append(input_ids.shape)
-        return forward(self, input_ids, *given)
-
-    monkeypatch.setattr(distill.Policy, "forward", count)
+    passes = recorded(monkeypatch, distill.Policy, "forward")
     longer = {"teacher": "self", "teacher_prompt": "{prompt}" * 10}
     values = flags(tmp_path, **longer, passes=4 / 13, on_policy_share=0.0)
     run_here({**values, "micro_batch_tokens": 100}, "distill")
-    assert 50 < max(rows * length for rows, length in passes) <= 100
+    assert 50 < max(ids.numel() for (_, ids, *_), _ in passes) <= 100
 
 
 def test_a_refreshed_teacher_is_the_live_model_once_a_step(tmp_path):
@@ -335,21 +333,11 @@ def test_the_prompt_of_the_teacher(tmp_path):
     """A column of text or messages, a template; a system turn of its own."""
     model = tiny_model(tmp_path / "model", chat=True)
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
-    told = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
-    rows = [{"prompt": "1+1=", "answer": 2, "told": told, "more": {"x": "y"}}]
-    path = write_rows(tmp_path / "rows.jsonl", rows)
-    turn = lambda role, content: {"role": role, "content": content}
+    path = write_rows(tmp_path / "rows.jsonl", [TOLD["row"]])
     load = lambda name, args: load_prompts(
         "--dataset", name, "train", tokenizer, args, lambda *_: "", None, "prompts", [1]
     )
-    cases = {
-        ("told", ""): told,
-        ("told", "c"): [turn("system", "c"), told[1]],
-        ("", "c"): [turn("system", "c"), turn("user", "1+1=")],
-        ("{prompt}{answer}, {more.x}", ""): [turn("user", "1+1=2, y")],
-        ("more.x", "c"): [turn("system", "c"), turn("user", "y")],
-    }
-    for (prompt, system), expected in cases.items():
+    for prompt, system, expected in TOLD["seen"]:
         given = dict(teacher="self", teacher_prompt=prompt, teacher_system_prompt=system)
         args = distill.Args(model=model, max_response_length=50, **given)
         [(loaded, _)] = load(path, args)
@@ -467,21 +455,17 @@ def test_servers_that_cannot_teach(tmp_path, serve, capsys, monkeypatch):
     assert "another vocabulary" in refused(teacher=url)
 
 
-def test_the_mismatch_is_that_before_the_first_update(tmp_path):
-    """Of two in a step."""
-    teacher = tiny_model(tmp_path / "teacher", initializer_range=0.1)
-    run_here(values := flags(tmp_path, teacher=teacher, mini_batch_size=2), "distill")
-    assert all(row["rollout/logprob_diff_max"] < 1e-5 for row in metrics_of(values))
-
-
 def test_a_student_becomes_its_teacher(tmp_path):
-    """By the sampled form of the reverse KL. (Runs with a whole divergence: test_golden.py.)"""
+    """By the sampled form of the reverse KL. (Runs with a whole divergence: test_golden.py.) Of the
+    two updates of a step, the mismatch with the sampler is that before the first one.
+    """
     teacher = tiny_model(tmp_path / "teacher", initializer_range=0.1)
-    changes = dict(rollout_batch_size=16, mini_batch_size=16, passes=480 / 13, learning_rate=2e-2)
+    changes = dict(rollout_batch_size=16, mini_batch_size=8, passes=480 / 13, learning_rate=1e-2)
     values = flags(tmp_path, teacher=teacher, estimator="sampled", **changes)
     run_here(values, "distill")
-    divergences = [row["objective/divergence"] for row in metrics_of(values)]
-    assert 0 < divergences[-1] < 0.95 * divergences[0], divergences
+    rows = metrics_of(values)
+    assert all(row["rollout/logprob_diff_max"] < 1e-5 for row in rows)
+    assert 0 < rows[-1]["objective/divergence"] < 0.95 * rows[0]["objective/divergence"]
 
 
 BROKEN = """

@@ -16,6 +16,7 @@ import helpers
 import pytest
 import torch
 from helpers import metrics_of, run_here, steps_of, variant, workspace
+from tiny_models import CPU, WORLD
 
 import grpo
 import utils
@@ -63,7 +64,7 @@ def test_a_failure_ends_the_run_with_the_step_saved(
     Calls: 2 of the evaluation at step 0, the rollouts of steps 1 and 2, 2 at step 2, and so on.
     """
     values = {
-        **helpers.workspace(tmp_path),
+        **workspace(tmp_path),
         "rollout_backend": "vllm",
         "async_steps": async_steps,
         "save_every": 0,
@@ -88,20 +89,10 @@ def test_a_failure_ends_the_run_with_the_step_saved(
     assert async_steps or metrics_of(stopped) == metrics_of(straight)
 
 
-@pytest.fixture
-def asynchronous(tmp_path, monkeypatch) -> dict:
-    """The flags of an asynchronous run of a stand-in."""
-    monkeypatch.setattr(engines, "rollout_engine", lambda *_: StandIn())
-    return {
-        **helpers.workspace(tmp_path),
-        "rollout_backend": "vllm",
-        "async_steps": 1,
-        "eval_every": 0,
-    }
-
-
 @pytest.mark.parametrize("owner, name", [(StandIn, "generate"), (utils.Optimizer, "step")])
-def test_an_error_in_either_thread_ends_the_run(asynchronous, monkeypatch, owner, name):
+def test_an_error_in_either_thread_ends_the_run(tmp_path, monkeypatch, owner, name):
+    monkeypatch.setattr(engines, "rollout_engine", lambda *_: StandIn())
+    values = workspace(tmp_path) | {"rollout_backend": "vllm", "async_steps": 1, "eval_every": 0}
     calls = []
     original = getattr(owner, name)
 
@@ -113,7 +104,7 @@ def test_an_error_in_either_thread_ends_the_run(asynchronous, monkeypatch, owner
 
     monkeypatch.setattr(owner, name, broken)
     with pytest.raises(OSError, match="it broke here"):
-        run_here(asynchronous)
+        run_here(values)
 
 
 @pytest.mark.parametrize("installed, gpu, flags, outputs, expected", helpers.table("engines.yaml"))
@@ -125,10 +116,9 @@ def test_which_engine_samples(installed, gpu, flags, outputs, expected, monkeypa
         "extras.vllm.engine.Engine", lambda *_: types.SimpleNamespace(about="the engine")
     )
     monkeypatch.setattr(engines, "check_decodes", lambda *_: None)
-    world = utils.World(0, 1, torch.device("cpu"))
     args = grpo.Args(**flags)
     choose = lambda: engines.rollout_engine(
-        args, None, world, loading.precision("float32", world.device), outputs
+        args, None, WORLD, loading.precision("float32", CPU), outputs
     )
     if expected in ("vllm", "hf"):
         assert (choose() is not None) == (expected == "vllm")
@@ -162,7 +152,7 @@ def rollouts_of(state: dict, total_steps: int, prompts, collect, **fields) -> Ro
     """Rollouts of a run that is a stand-in; `fields` are those of the sampler."""
     empty = Sampler(*[None] * 9, world=None, precision=None)
     sampler = dataclasses.replace(empty, reward_sources=types.SimpleNamespace(), **fields)
-    world = types.SimpleNamespace(device=torch.device("cpu"), rollout_world=lambda _: object())
+    world = types.SimpleNamespace(device=CPU, rollout_world=lambda _: object())
     interrupt = types.SimpleNamespace(requested=False)
     run = types.SimpleNamespace(
         state=state, total_steps=total_steps, world=world, interrupt=interrupt
@@ -246,7 +236,7 @@ def test_which_pass_rates_a_step_sees(async_steps, late):
             for row, group in zip(rows, scores)
             for score in group
         ]
-        batch = Batch.from_samples(samples, torch.device("cpu"))
+        batch = Batch.from_samples(samples, CPU)
         ended[step].set()
         return Experience(batch, batch, {}, 0, {"position": position + 5}, "")
 

@@ -8,6 +8,7 @@ import helpers
 import numpy as np
 import pytest
 import torch
+from tiny_models import CPU, WORLD
 
 import grpo
 import utils
@@ -16,7 +17,6 @@ from plumbing.rollout.sampler import Sampler
 from plumbing.run import evaluation
 from plumbing.run.metrics import add_rollout, batch_metrics, mismatch_metrics
 
-CPU = torch.device("cpu")
 NAN = math.nan
 REWARDS = SimpleNamespace(sources=("exact", "f.py:f"), verifiers=("exact", "f.py:f"))
 
@@ -139,7 +139,7 @@ def test_disagreement_of_rollout_and_trainer(difference, staleness, warned, caps
     """In a token's probability; warned of, but not where the weights have moved in between. Padding
     does not count.
     """
-    sums = utils.Sums(utils.World(0, 1, CPU))
+    sums = utils.Sums(WORLD)
     mask = torch.tensor([[True, True], [True, False]])
     engine = torch.tensor([[0.5, 0.25], [0.5, NAN]], dtype=torch.float64)
     trainer = engine + difference * torch.tensor([[2.0, 1.0], [0.0, 9.0]])

@@ -2,6 +2,7 @@
 have the figures that results/ has.
 """
 
+import fnmatch
 import json
 import re
 import shlex
@@ -12,6 +13,7 @@ import pytest
 import tyro
 import variants
 from conftest import ROOT
+from helpers import table
 
 import grpo
 
@@ -70,89 +72,39 @@ def test_the_interval_of_variants(tmp_path, capsys):
 
 # ---- figures of the pages ------------------------------------------------------------------------
 
-SMOLLM2 = "smollm2.json", [f"grpo-seed-{seed}" for seed in (1, 2, 3)]
-KINDS = "eval/accuracy/instructions:"
+DIGITS = {"minutes": 1, "eval/sequence_lengths": 0}  # of others 2
 
 
-def values(file: str, runs: list[str], metric: str, step: int) -> list[float]:
-    """Return what some runs of a file of results/ had of a metric after a step."""
-    results = json.loads((ROOT / "results" / file).read_text())
-    return [results[run]["by_step"][metric][str(step)] for run in runs]
+def value(run: dict, metric: str, step: int) -> float:
+    return run["seconds"] / 60 if metric == "minutes" else run["by_step"][metric][str(step)]
 
 
-def each(file: str, runs: list[str], metric: str, step: int) -> str:
-    """Return the values of all runs, as a cell of a table; 0.625 is 0.63."""
-    return "; ".join(f"{x + 1e-9:.2f}" for x in values(file, runs, metric, step))
-
-
-def span(file: str, runs: list[str], metric: str, step: int) -> str:
-    """Return the lowest and the highest value, as in a sentence."""
-    x = values(file, runs, metric, step)
-    return " to ".join(dict.fromkeys((f"{min(x):.2f}", f"{max(x):.2f}")))
-
-
-def seeds(name: str) -> list[str]:
-    """Return the names of the three runs of a kind."""
-    return [f"{name}-{seed}" for seed in (1, 2, 3)]
-
-
-def cells(*found: str) -> str:
-    return "| " + " | ".join(found) + " |"
-
-
-def figures_of_the_tiny_model():
+def figures_of_runs():
     """Yield a page, and a text that it has to contain."""
-    for algorithm in ("grpo", "rloo", "ppo"):
-        runs = seeds(algorithm)
-        found = [span("demo.json", runs, "eval/accuracy", x) for x in (0, 20, 60, 120)]
-        results = json.loads((ROOT / "results/demo.json").read_text())
-        minutes = sorted(f"{results[run]['seconds'] / 60:.1f}" for run in runs)
-        yield "README.md", cells(algorithm, *found, f"{minutes[0]} to {minutes[-1]}")
-    of_sevens = lambda kind, metric: span("sevens.json", seeds(f"sevens-{kind}"), metric, 20)
-    text = "after 20 steps it explains {}, and the score is {}, against {} with a frozen critic and {} by RLOO"
-    scores = [of_sevens(kind, "objective/scores") for kind in ("ppo", "frozen", "rloo")]
-    yield "docs/evidence.md", text.format(of_sevens("ppo", "val/explained_variance"), *scores)
-    of_games = lambda algorithm, step: span(
-        "environment.json", seeds(f"environment-{algorithm}"), "eval/accuracy", step
-    )
-    won = [of_games(algorithm, 60) for algorithm in ("grpo", "rloo", "ppo")]
-    text = "wins {} of 186 held-out games before, and after 60 steps {} by GRPO, {} by RLOO and {} by PPO"
-    yield "docs/evidence.md", text.format(of_games("grpo", 0), *won)
-    file, runs = "reward_model.json", seeds("reward_model")
-    ranked = [span(file, runs, "eval/pair_accuracy", x) for x in (0, 937)]
-    yield (
-        "docs/evidence.md",
-        "it ranks {} of 500 held-out pairs right before, and {} after".format(*ranked),
-    )
-    of_run = lambda run, step: span(file, [run], "eval/accuracy", step)
-    yield "docs/evidence.md", f"an accuracy of {of_run('ppo-on-reward_model', 120)} at step 120"
-    exploits = [of_run("ppo-exploits-reward_model", x) for x in (40, 120)]
-    yield "docs/evidence.md", "falls from {} at step 40 to {} at step 120".format(*exploits)
+    for how, rows in table("figures.yaml").items():
+        for page, text, file, *gaps in rows:
+            results = json.loads((ROOT / "results" / file).read_text())
+            found = []
+            for runs, metric, *steps in gaps:
+                digits = DIGITS.get(metric, 2)
+                for step in steps:
+                    x = [value(results[run], metric, step) for run in fnmatch.filter(results, runs)]
+                    x = [min(x), max(x)] if how == "ranges" else x
+                    shown = [f"{each + 1e-9:.{digits}f}" for each in x]  # 0.625 is 0.63
+                    joined = (
+                        " to ".join(dict.fromkeys(shown)) if how == "ranges" else "; ".join(shown)
+                    )
+                    found.append(joined)
+            yield page, text.format(*found)
 
 
-def figures_of_smollm2():
-    """As `figures_of_the_tiny_model`."""
-    for name, metric in (
-        ("accuracy", "eval/accuracy"),
-        ("kind `frequency`, in no training prompt", f"{KINDS}frequency"),
-        ("kind `json`", f"{KINDS}json"),
-    ):
-        yield "docs/evidence.md", cells(name, *(each(*SMOLLM2, metric, x) for x in (0, 24, 48)))
-    of_all = [span(*SMOLLM2, "eval/accuracy", x) for x in (0, 48)]
-    yield "README.md", "it gets {} of the held-out prompts right before".format(of_all[0])
-    yield "README.md", "and {} after 48 steps".format(of_all[1])
-    of_new = [span(*SMOLLM2, f"{KINDS}frequency", x) for x in (0, 48)]
-    yield "README.md", "it gets {} right before, and {} after".format(*of_new)
-    brief = [values("smollm2.json", ["brief"], "eval/sequence_lengths", x)[0] for x in (0, 12)]
-    text = "held-out answers have {:.0f} tokens before and {:.0f} after 12 steps"
-    yield "docs/distillation.md", text.format(*brief)
-    short = [span("smollm2.json", ["brief"], "eval/accuracy", x) for x in (0, 12)]
-    yield "docs/distillation.md", "{} and {} of them at most 30 words".format(*short)
+def figures_of_variants():
+    """As `figures_of_runs`."""
     corrections = "async4 async4_truncate async4_mask async4_sequence async4_geometric".split()
     names = [*corrections, "async4_dppo", "async4_dppo_kl"]
     of_variants = variants.accuracies(ROOT / "results/variants.json").groupby("variant")
-    table = of_variants.agg(lambda x: variants.estimate(list(x))[0])
-    mean = table["mean"]
+    of_both = of_variants.agg(lambda x: variants.estimate(list(x))[0])
+    mean = of_both["mean"]
     is_async = mean.index.str.startswith("async")
     ends = [f"{x:.2f}" for of in (mean[names], mean[~is_async]) for x in (of.min(), of.max())]
     text = "is {} to {} with K = 4, {:.2f} with K = 2, and {} to {} without"
@@ -164,9 +116,10 @@ def figures_of_smollm2():
     text = "`dr_grpo` ({:.2f}) was above `gspo` ({:.2f})"
     yield "docs/evidence.md", text.format(*mean[["dr_grpo", "gspo"]])
     for title, column in (("mean of the evaluations", "mean"), ("last evaluation", "end")):
-        yield "docs/rollouts.md", cells(title, *(f"{x:.3f}" for x in table.loc[names, column]))
+        cells = [title, *(f"{x:.3f}" for x in of_both.loc[names, column])]
+        yield "docs/rollouts.md", f"| {' | '.join(cells)} |"
 
 
-@pytest.mark.parametrize("page, text", [*figures_of_the_tiny_model(), *figures_of_smollm2()])
+@pytest.mark.parametrize("page, text", [*figures_of_runs(), *figures_of_variants()])
 def test_a_page_has_the_figures_of_results(page, text):
     assert text in " ".join((ROOT / page).read_text().split())

@@ -5,6 +5,7 @@ Each phase in which a rank can fail is in tests/faults/test_ranks.py.
 """
 
 import json
+import os
 import time
 from functools import partial
 from unittest import mock
@@ -94,20 +95,29 @@ def test_torchrun_starts_again_and_resumes(base, tmp_path):
     assert [row["step"] for row in helpers.metrics_of(values)] == [1, 2, 3, 4, 5, 6]
 
 
-def slow(seconds: float) -> None:
-    """Let this rank wait in a reward, and print tracebacks soon."""
+def stuck(until: str) -> None:
+    """Let this rank print tracebacks soon, and wait in its first reward for a file; "" for none."""
     of_ranks.STUCK_AFTER = 1.0
-    helpers._before(
-        "sources.Scoring.finish", lambda calls: time.sleep(seconds) if calls == 1 else None
-    )
+
+    def wait(calls: int) -> None:
+        while calls == 1 and until and not os.path.exists(until):
+            time.sleep(0.05)
+
+    helpers._before("sources.Scoring.finish", wait)
 
 
 def test_ranks_that_wait_print_where(base, tmp_path):
-    """The one that is slow and the one that waits for it, again and again; the run goes on."""
+    """The one that is stuck and the one that waits for it, again and again; the run goes on."""
     values = variant(base, tmp_path, total_episodes=8, save_every=0)
-    ranks = helpers.run_ranks(values, 2, (0, 0), {0: partial(slow, 0.0), 1: partial(slow, 4.0)})
-    assert ranks[1].err.count("Timeout (0:00:0") >= 2 and " in <lambda>\n" in ranks[1].err
-    assert "distributed_c10d.py" in ranks[0].err
+    mark = tmp_path / "mark"
+    places = {0: partial(stuck, ""), 1: partial(stuck, str(mark))}
+    waits, is_stuck = helpers.start_ranks(values, 2, places)
+    while is_stuck.err.count("Timeout (0:00:0") < 2 or "distributed_c10d.py" not in waits.err:
+        assert waits.process.is_alive() and is_stuck.process.is_alive(), waits.err + is_stuck.err
+        time.sleep(0.05)
+    mark.touch()
+    assert [rank.wait().code for rank in (waits, is_stuck)] == [0, 0]
+    assert " in wait\n" in is_stuck.err
 
 
 # ---- numbers that are not finite, on one rank ----------------------------------------------------

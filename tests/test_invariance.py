@@ -90,6 +90,8 @@ class Runs:
             values["reward"] = (function.replace("reward.py", "gaps.py"), *judges)
         if "ptx_coef" in changes:
             values["ptx_dataset"] = values["dataset"]
+        if "environment" in changes:
+            values["environment"] = helpers.GAME
         ranks, values["shard"], values["micro_batch_tokens"], values["gradient_checkpointing"] = cut
         return {**values, "run_name": "-".join(map(str, (name, precision, *cut)))}
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from helpers import ROOT, refused, render_prompt, tiny_model
+from helpers import ROOT, refused, render_prompt, table, tiny_model
 from huggingface_hub import constants
-from tiny_models import CPU
+from tiny_models import CPU, WORLD
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, modeling_utils
 
 import utils
@@ -70,21 +70,10 @@ def test_a_hub_that_does_not_answer(monkeypatch):
 
 # ---- tokens that end a response ------------------------------------------------------------------
 
-# as Phi-3
-TURNS = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{{ '<unk>\n' }}{% endfor %}{{ '<eos>' }}"
+TABLE = table("models.yaml")
 
 
-@pytest.mark.parametrize(
-    "template, eos, config, expected",
-    [
-        (TURNS, [0, 1, 2], {}, [2, 1, 0]),
-        (None, [0, 1, 2], {}, [1, 0, 2]),
-        (TURNS, 1, {}, [1]),
-        (TURNS, [1, 2], {"score_token": 5}, [5, 2, 1]),
-        (TURNS.replace("<eos>", ""), 1, {}, [2, 1]),
-        (TURNS.replace("<eos>", "").replace("<unk>", "---"), 1, {}, [1]),
-    ],
-)
+@pytest.mark.parametrize("template, eos, config, expected", TABLE["stop tokens"])
 def test_the_first_stop_token_is_that_of_the_chat_template(
     model_folder, tokenizer, template, eos, config, expected
 ):
@@ -99,30 +88,10 @@ def test_the_first_stop_token_is_that_of_the_chat_template(
         stop_token_ids(tokenizer, folder, "ab")
 
 
-# A turn of the model's own where there is none, as SmolLM2's; Llama's, which takes the turn out; none.
-SMOLLM2 = """{% for m in messages %}
-{% if loop.first and messages[0]['role'] != 'system' %}{{ '[system]I am Smol.' }}{% endif %}
-{{ '[' + m['role'] + ']' + m['content'] }}{% endfor %}"""
-LLAMA = """
-{%- if messages[0]['role'] == 'system' %}
-    {%- set system = messages[0]['content'] %}
-    {%- set messages = messages[1:] %}
-{%- endif %}
- {%- macro show(m) %}{{ '[' + m.role + ']' + m.content }}{% endmacro %}
-{{ '<|begin|>' + (system or '') }}{% for m in messages %}{{ show(m) }}{% endfor %}"""
-PLAIN = "\n  {% for m in messages %}{{ '[' + m.role + ']' + m.content }}\n{% endfor %}"
+CORRUPT = (REPORTED / "23_corrupt_generation_config.json").read_text()
 
 
-@pytest.mark.parametrize(
-    "content, eos",
-    [
-        ((REPORTED / "23_corrupt_generation_config.json").read_text(), None),
-        ("[]", None),
-        ('{"eos_token_id": "</s>"}', None),
-        ("{}", [1]),
-        ('{"eos_token_id": [3, 1]}', [1, 3]),
-    ],
-)
+@pytest.mark.parametrize("content, eos", [*TABLE["generation configs"], (CORRUPT, None)])
 def test_a_generation_config_of_any_content(tmp_path, tokenizer, capsys, content, eos):
     """Its end tokens are not lost in silence."""
     folder = tiny_model(tmp_path)
@@ -134,26 +103,7 @@ def test_a_generation_config_of_any_content(tmp_path, tokenizer, capsys, content
         assert line.startswith(f"error: --model {folder}: generation_config.json: ")
 
 
-MISTRAL = "{% for m in messages %}{{ '[INST]' + m.content + '[/INST]' if m.role == 'user' else m.content }}{% endfor %}"
-GEMMA = """{% if messages[0]['role'] == 'system' %}{{ raise_exception('No system role') }}{% endif %}
-{{ messages[-1]['content'] }}"""
-
-
-@pytest.mark.parametrize(
-    "template, system_prompt, said",
-    [
-        ("20_no_generation_prompt.jinja", "", "prompts lack '<|im_start|>assistant'"),
-        (PLAIN, "", "prompts lack '[assistant]'"),
-        # Mistral's and Vicuna's have none, and need none
-        (MISTRAL, "", ""),
-        ("{% for m in messages %}{{ m.content }}{% endfor %}ASSISTANT:", "", ""),
-        ("21_empty.jinja", "", "renders nothing"),
-        ("\n", "", "renders nothing"),
-        ("{% if tools %}{{ messages }}{% endif %}", "", "renders nothing"),
-        (GEMMA, "", ""),
-        (GEMMA, "Think.", '--system_prompt ("" for none): '),
-    ],
-)
+@pytest.mark.parametrize("template, system_prompt, said", TABLE["said"])
 def test_what_a_chat_template_lacks(tmp_path, capsys, template, system_prompt, said):
     file = tmp_path / "chat.jinja"
     file.write_text((REPORTED / template).read_text() if "jinja" in template else template)
@@ -196,7 +146,7 @@ def test_what_reads_images_is_saved_with_the_model(tmp_path, reported):
     files = {name: (source / name).read_text() for name in names}
     folder = str(source)
     model = loading.load_model("--model", folder, torch.float32, CPU)
-    given = utils.World(0, 1, CPU), model, load_tokenizer(folder), folder
+    given = WORLD, model, load_tokenizer(folder), folder
     checkpoints.save_final(str(tmp_path), *given)
     world, model, tokenizer, _ = given
     for step in (1, 2):  # the second one resumes from the first, whose folder is a model, too
@@ -232,7 +182,7 @@ SYSTEM_PROMPT = (
 )
 
 
-@pytest.mark.parametrize("template", [SMOLLM2, LLAMA, PLAIN])
+@pytest.mark.parametrize("template", TABLE["saved"])
 @pytest.mark.parametrize("text", ["", "Be brief.", SYSTEM_PROMPT])
 def test_what_is_saved_has_the_system_prompt_of_training(tmp_path, template, text):
     """Plain transformers renders what the run has trained on, also where a run begins with what
@@ -325,16 +275,6 @@ def test_causal_attention_without_a_mask(load, monkeypatch, family, groups):
     last_hidden_states(model, ids)[mask].sum().backward()
     # keys are not repeated
     assert set(calls) == {(None, 0.0, True, groups, groups > 1)} and len(calls) == 4
-
-
-def test_attention_changes_only_how_it_is_computed(load):
-    hidden = []
-    for name in ("sdpa", "eager"):
-        model = load("gpt_neox", torch.float64)
-        set_attention(model, name)
-        hidden.append(last_hidden_states(model, IDS)[IDS > 0])
-    torch.testing.assert_close(*hidden, rtol=1e-5, atol=1e-5)
-    assert not torch.equal(*hidden)  # one has a softmax in float32
 
 
 def test_attention_that_is_not_supported(load, capsys, monkeypatch):

@@ -126,24 +126,6 @@ def test_statistics_by_a_plain_forward_of_each_row(load, family, temperature):
         assert relative(gradient_of(policy), expected) < near
 
 
-def test_collate_and_forward_tokens():
-    batch = batch_of([([5, 1], [1, 0]), ([7], [9, 8, 1]), ([1, 1, 1], [2])])
-    assert batch.lengths == [4, 4, 4]
-    # an observation stands in the response, and does not train
-    batch.samples[1].outputs["response_mask"] = [1, 0, 1]
-    batch.tokens["response_mask"][1, 1] = False
-    ids, mask = batch.collate([2, 0, 1])
-    assert ids.tolist() == [[1, 1, 1, 2], [5, 1, 1, 0], [7, 9, 8, 1]]
-    assert mask.int().tolist() == [[0, 0, 0, 1], [0, 0, 1, 1], [0, 1, 0, 1]]
-    ids, mask = batch.collate([])
-    assert ids.shape == mask.shape == (1, 2) and not mask.any()
-    flat = torch.arange(1.0, 6.0).requires_grad_()
-    rows = forward_tokens(lambda: {"rows": flat}, (), batch.response_mask)["rows"]
-    assert rows.tolist() == [[1, 2, 0], [3, 0, 4], [5, 0, 0]]
-    (gradient,) = torch.autograd.grad((rows * torch.arange(9.0).view(3, 3)).sum(), flat)
-    assert gradient.tolist() == [0, 1, 3, 5, 6]
-
-
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_chunks_bound_the_logits(load, monkeypatch, recomputes):
     """That chunks change no number is in the test above, and of recomputed ones in

@@ -12,6 +12,7 @@ import torch
 from helpers import (
     folder_of,
     metrics_of,
+    recorded,
     run_here,
     same_weights,
     scalar_folder,
@@ -196,17 +197,8 @@ def base(tmp_path_factory) -> dict:
     }
 
 
-@pytest.fixture
-def batches(monkeypatch) -> list:
-    """The rollouts of a run in this process."""
-    seen = []
-    rollout = Sampler.rollout
-    monkeypatch.setattr(Sampler, "rollout", lambda *args: seen.append(rollout(*args)) or seen[-1])
-    return seen
-
-
 @pytest.mark.parametrize("changes", STEPS.values(), ids=STEPS)
-def test_a_step_by_plain_loops(base, batches, tmp_path, changes):
+def test_a_step_by_plain_loops(base, tmp_path, monkeypatch, changes):
     """Scores missing, penalties, KL, GAE, whitening, PF-PPO and both losses, to the norms of both
     gradients.
     """
@@ -224,9 +216,10 @@ def test_a_step_by_plain_loops(base, batches, tmp_path, changes):
         **changes,
         "reward": base["reward"].replace("reward.py", changes.get("reward", "some.py")),
     }
+    rollouts = recorded(monkeypatch, Sampler, "rollout")
     run_here(values, "ppo")
     (row,) = metrics_of(values)
-    (batch,) = batches
+    ((_, batch),) = rollouts
     policy, reference = (
         loading.load_model("", base[name], F64, CPU) for name in ("model", "ref_model")
     )
@@ -337,17 +330,10 @@ def test_critic_warm_up(base, tmp_path, monkeypatch):
         lr_schedule="linear", critic_lr_schedule="linear", ptx_coef=0.1, kl_coef=0.0, gae_lambda=1.0
     )
     values |= {"critic_num_epochs": 1, "critic_mini_batch_size": 3}
-    imitated = []
-    original = ppo.take_prompts
-
-    def take(*args):
-        rows = original(*args)
-        imitated.extend(row for row in rows if row["response"])
-        return rows
-
-    monkeypatch.setattr(ppo, "take_prompts", take)
+    taken = recorded(monkeypatch, ppo, "take_prompts")
     changes = {"ptx_dataset": base["dataset"], "ptx_batch_size": 4, "ref_model": ""}
     run_here({**values, **changes}, "ppo")
+    imitated = [row for _, rows in taken for row in rows if row["response"]]
     # each row once a pass
     assert len(imitated) == 8 * 4 and len({str(row) for row in imitated[:13]}) == 13
     folders = [

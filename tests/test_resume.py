@@ -16,7 +16,7 @@ from pathlib import Path
 import helpers
 import pytest
 import torch
-from helpers import folder_of, metrics_of, read_lines, run_here, steps_of
+from helpers import flags_of, folder_of, metrics_of, read_lines, run_here, steps_of
 from tiny_models import CPU
 
 import grpo
@@ -99,14 +99,6 @@ def test_what_a_resume_refuses(folder, capsys):
     assert "was killed before its first checkpoint" in capsys.readouterr().err
 
 
-def test_a_folder_that_cannot_be_made(tmp_path, capsys):
-    (tmp_path / "file").write_text("")
-    line = helpers.refused(
-        capsys, run_folder.find_origin, args_of(tmp_path / "file" / "run"), "grpo.py"
-    )
-    assert line.startswith(f"error: --output_dir {tmp_path / 'file'}: ")
-
-
 def test_the_commit_of_the_code(tmp_path, monkeypatch):
     """Files of runs and notes beside it do not change it."""
     git = lambda words: subprocess.run(
@@ -172,7 +164,7 @@ def test_all_ranks_end_where_the_first_does(monkeypatch):
     def refuse() -> None:
         raise utils.UserError("no")
 
-    first, second = (utils.World(rank, 2, torch.device("cpu")) for rank in (0, 1))
+    first, second = (utils.World(rank, 2, CPU) for rank in (0, 1))
     monkeypatch.setattr(
         utils.World, "all_gather", lambda self, items: gathered.extend(items) or gathered
     )
@@ -271,9 +263,7 @@ def scheduled(tmp_path_factory) -> dict[str, dict]:
     pairs = [{**row, "chosen": row["answer"], "rejected": "?"} for row in helpers.ROWS]
     runs = {}
     for script, flags in SCHEDULES["begin"].items():
-        runs[script] = {**common, **flags, "output_dir": str(folder / script)}
-        for name in SCHEDULES["lacks"].get(script, []):
-            del runs[script][name]
+        runs[script] = flags_of(script, common) | flags | {"output_dir": str(folder / script)}
     runs["reward_model"]["dataset"] = helpers.write_rows(folder / "pairs.jsonl", pairs)
     for script, values in runs.items():
         half = {"passes": 1.3} if "passes" in values else {"total_episodes": 16}

@@ -101,19 +101,14 @@ def naps(monkeypatch) -> list:
     return naps
 
 
-def right(question: dict) -> tuple:
-    """The number in each prompt."""
-    scores = [float(re.findall(r"\d+", prompt)[0]) for prompt in question["src"]]
-    return 200, {"error_code": 0, "error_msg": "Success", "score": scores}, {}
+def success(score, **others) -> tuple:
+    """An answer with this as "score"."""
+    return 200, {"error_code": 0, "error_msg": "Success", "score": score, **others}, {}
 
 
-def says(score, **others):
-    """Behaviour: this as "score"."""
-    return lambda question, count: (
-        200,
-        {"error_code": 0, "error_msg": "Success", "score": score, **others},
-        {},
-    )
+def right(question: dict, count: int = 0) -> tuple:
+    """Behaviour: the number in each prompt."""
+    return success([float(re.findall(r"\d+", prompt)[0]) for prompt in question["src"]])
 
 
 def only_at(start: int, behave):
@@ -154,7 +149,7 @@ def missing(scores: list[float]) -> list[int]:
 
 
 def test_questions(serve):
-    server = serve(lambda question, count: right(question))
+    server = serve(right)
     assert ask(server.url, 0) == ([], "") and not server.asked
     assert ask(server.url, 100) == (list(range(100)), "")
     assert sorted(len(question["src"]) for question in server.asked) == [4, 32, 32, 32]
@@ -167,7 +162,7 @@ def test_questions(serve):
 
 def test_reference_answers_and_other_columns(serve):
     """References as text, lists and objects as JSON; what JSON has no form for, as text."""
-    server = serve(lambda question, count: right(question))
+    server = serve(right)
     for answer, tgt in (
         (None, ""),
         ("é\n", "é\n"),
@@ -195,28 +190,25 @@ def test_reference_answers_and_other_columns(serve):
 
 
 @pytest.mark.parametrize(
-    "behave, why",
+    "answer, why",
     [
-        (says([1.0] * 31), "not 32 scores"),
-        (says(None), "not 32 scores"),
-        (says("0" * 32), "not 32 scores"),  # not 32 zeros
-        (says(["good"] * 32), "good"),
-        (says([1.0] * 32, error_code=500, error_msg="the judge is away"), "the judge is away"),
-        (lambda question, count: (200, {"score": [1.0] * 32}, {}), "error_code"),
-        (lambda question, count: (200, b"<html>\nhello</html>", {}), "JSON"),
-        (lambda question, count: (200, BOMB, {"Content-Encoding": "gzip"}), "longer than"),
-        (lambda question, count: (307, b"", {"Location": "http://127.0.0.2:9"}), "status 307"),
-        (
-            lambda question, count: (400, {"error_code": 400, "error_msg": "entry 3 is empty"}, {}),
-            "entry 3 is empty",
-        ),
+        (success([1.0] * 31), "not 32 scores"),
+        (success(None), "not 32 scores"),
+        (success("0" * 32), "not 32 scores"),  # not 32 zeros
+        (success(["good"] * 32), "good"),
+        (success([1.0] * 32, error_code=500, error_msg="the judge is away"), "the judge is away"),
+        ((200, {"score": [1.0] * 32}, {}), "error_code"),
+        ((200, b"<html>\nhello</html>", {}), "JSON"),
+        ((200, BOMB, {"Content-Encoding": "gzip"}), "longer than"),
+        ((307, b"", {"Location": "http://127.0.0.2:9"}), "status 307"),
+        ((400, {"error_code": 400, "error_msg": "entry 3 is empty"}, {}), "entry 3 is empty"),
     ],
 )
-def test_an_answer_that_is_none(serve, naps, behave, why):
+def test_an_answer_that_is_none(serve, naps, answer, why):
     """NaN for the batch, never 0, the reason, and no second try; the other batches keep their
     scores.
     """
-    server = serve(only_at(32, behave))
+    server = serve(only_at(32, lambda *_: answer))
     scores, failure = ask(server.url, 100)
     assert missing(scores) == list(range(32, 64))
     assert why in failure
@@ -226,7 +218,7 @@ def test_an_answer_that_is_none(serve, naps, behave, why):
 def test_scores_that_are_missing(serve):
     """NaN for each of them alone."""
     body = b'{"error_code": 0, "score": [0, null, NaN, Infinity, -Infinity, 1e999, -1e19, "nan", "inf", true, "4"]}'
-    server = serve(lambda question, count: (200, body, {}))
+    server = serve(lambda *_: (200, body, {}))
     reward_sources = rewards_of(server.url)
     scores, failure = ask(server.url, 11, reward_sources=reward_sources)
     assert scores == pytest.approx([0, *[math.nan] * 8, 1, 4], nan_ok=True) and not failure
@@ -240,7 +232,7 @@ def test_a_trial_request(serve, capsys):
     """Two rows are sent, twice; a server without /health counts as one that tells right from wrong, which
     is said.
     """
-    server = serve(lambda question, count: right(question))
+    server = serve(right)
     row = {"prompt": "prompt 0", "query": [0], "answer": "4", "sources": None, "columns": {}}
     reward_sources = rewards_of(server.url, 5.0, make_tokenizer(), [row, row])
     assert [question["response"] for question in server.asked] == [
@@ -264,7 +256,7 @@ def test_errors_that_pass_and_that_do_not(serve, naps, failure):
     server = serve(only_at(32, lambda question, count: failure if count < 6 else right(question)))
     assert ask(server.url, 100) == (list(range(100)), "") and naps == [0, 2, 4, 8, 16]
     assert server.counts == {"prompt 0": 1, "prompt 32": 6, "prompt 64": 1, "prompt 96": 1}
-    server = serve(only_at(32, lambda question, count: failure))
+    server = serve(only_at(32, lambda *_: failure))
     scores, why = ask(server.url, 100)
     assert missing(scores) == list(range(32, 64)) and server.counts["prompt 32"] == 6 and why
 
@@ -274,43 +266,28 @@ def test_errors_that_pass_and_that_do_not(serve, naps, failure):
 )
 def test_time_outs(serve, naps, text):
     """A request has its time, however slowly its answer comes."""
-    server = serve(only_at(32, lambda question, count: ("trickle", text, {})))
+    server = serve(only_at(32, lambda *_: ("trickle", text, {})))
     scores, failure = ask(server.url, 40, timeout=0.3)
     # a busy server may let the other batch wait, too
     assert missing(scores) == list(range(32, 40)) and {*naps} == {0, 2, 4, 8, 16}
     assert failure == "TimeoutError: no result within --timeout 0.3 s"
 
 
-@pytest.fixture
-def judged(serve, monkeypatch):
-    """A function: a source that asks a judge, what the judge says to a question, prompts, responses
-    -> the sources, scores.
-    """
-
-    def judged(source: str, says, prompts, responses) -> tuple[RewardSources, list]:
-        def behave(question, count):
-            content = question["messages"][0]["content"].partition("Question: ")[2]
-            text = question["model"] == "a judge" and says(content)
-            choices = [{"message": {"content": text}}]
-            return (200, {"choices": choices}, {}) if text else (500, {}, {})
-
-        for name, value in {"JUDGE_URL": serve(behave).url, "JUDGE_MODEL": "a judge"}.items():
-            monkeypatch.setenv(name, value)
-        reward_sources = rewards_of(source, 30.0)
-        rows = [{"prompt": x, "answer": None, "columns": {}, "messages": None} for x in prompts]
-        scores = scores_by(reward_sources, rows, responses, [[1]] * len(rows))[source]
-        end_processes(reward_sources.server)
-        return reward_sources, scores
-
-    return judged
-
-
-def test_the_judge_that_ranks_a_group(judged):
+def test_the_judge_that_ranks_a_group(serve, monkeypatch):
     """By the share of the others that a response beats; a group without a ranking has no scores."""
-    seen = []
+    asked = []
     said = {"a": "3 is odd. Ranking: 1, 2, 0", "b": "Ranking: 1, 1", "c": "Ranking: 1 > 0"}
-    says = lambda content: seen.append(content) or said[content[0]]
-    reward_sources, scores = judged(JUDGE, says, "aaabbcc", "1234567")
+
+    def judge(question, count):
+        asked.append(question["messages"][0]["content"].partition("Question: ")[2])
+        return 200, {"choices": [{"message": {"content": said[asked[-1][0]]}}]}, {}
+
+    monkeypatch.setenv("JUDGE_URL", serve(judge).url)
+    monkeypatch.setenv("JUDGE_MODEL", "a judge")
+    reward_sources = rewards_of(JUDGE, 30.0)
+    rows = [{"prompt": x, "answer": None, "columns": {}, "messages": None} for x in "aaabbcc"]
+    scores = scores_by(reward_sources, rows, "1234567", [[1]] * 7)[JUDGE]
+    end_processes(reward_sources.server)
     assert reward_sources.whole and not reward_sources.verifiers
     assert scores == pytest.approx([0, 1, 0.5, math.nan, math.nan, 0, 1], nan_ok=True)
-    assert "a\n\nAnswer 0: 1\n\nAnswer 1: 2\n\nAnswer 2: 3" in seen
+    assert "a\n\nAnswer 0: 1\n\nAnswer 1: 2\n\nAnswer 2: 3" in asked

@@ -14,8 +14,7 @@ import pytest
 import torch
 from helpers import folder_of, metrics_of, read_lines, run_here, write_rows
 from test_equations import double
-from test_rollout import TEMPLATE, bos_tokenizer
-from tiny_models import CPU
+from tiny_models import CPU, WORLD, make_tokenizer
 from transformers import AutoModelForSequenceClassification
 
 import grpo
@@ -127,7 +126,6 @@ def test_scores_by_a_plain_forward_of_each_side_alone(model_folder, family):
         1, 16, generator=torch.Generator().manual_seed(5)
     ).double()
     pairs = random_pairs()
-    world = utils.World(0, 1, CPU)
     interrupt = mock.Mock(agreed=lambda: False)
     weight = scalar.model.score.weight[0].tolist()
     expected = []
@@ -140,9 +138,9 @@ def test_scores_by_a_plain_forward_of_each_side_alone(model_folder, family):
             [math.fsum(w * h for w, h in zip(weight, state.tolist())) for state in hidden]
         )
     for budget in (1, 60, 10_000):
-        for cut in reward_model.cut_pairs(pairs, budget, world):
+        for cut in reward_model.cut_pairs(pairs, budget, WORLD):
             assert len(cut) == 1 or collate_pairs([pairs[i] for i in cut], CPU)[0].numel() <= budget
-        got = score_pairs(scalar, pairs, budget, interrupt, world)
+        got = score_pairs(scalar, pairs, budget, interrupt, WORLD)
         torch.testing.assert_close(got, double(*expected), rtol=0, atol=EXACT.get(family, 1e-5))
     assert got.dtype == F64 and not got.requires_grad
 
@@ -170,9 +168,13 @@ ROWS = helpers.table("rows.yaml")
 TEXTS = ROWS["turns"]["texts"]
 BAD = ROWS["no_pairs"]
 BAD["margin over all floats"] = {"prompt": "2+2=", **TEXTS, "margin": 10**400}
-PLAIN = bos_tokenizer(False)
-ADDS_BOS = bos_tokenizer(True)
-CHAT = bos_tokenizer(True, TEMPLATE)
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+PLAIN = make_tokenizer(bos_token="<s>")
+PUTS_BOS = make_tokenizer(True, bos_token="<s>")
+CHAT = make_tokenizer(True, bos_token="<s>", chat_template=TEMPLATE)
 
 
 @pytest.fixture
@@ -190,7 +192,7 @@ def load(tmp_path):
 
 @pytest.mark.parametrize(
     "tokenizer, system_prompt",
-    [(PLAIN, ""), (ADDS_BOS, "Be brief."), (CHAT, ""), (CHAT, "Be brief.")],
+    [(PLAIN, ""), (PUTS_BOS, "Be brief."), (CHAT, ""), (CHAT, "Be brief.")],
 )
 @pytest.mark.parametrize("name", ROWS["pairs"])
 def test_formats(load, tmp_path, tokenizer, name, system_prompt):

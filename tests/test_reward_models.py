@@ -55,7 +55,7 @@ def save(folder, tokenizer, **config) -> str:
 def rows_of(texts: list, tokenizer) -> list[dict]:
     rows = []
     for text in texts:
-        prompt, query = helpers.encode_prompt("row", text, tokenizer, "")
+        prompt, query = helpers.encode_prompt(text, tokenizer, "")
         row = {"prompt": prompt, "query": query, "messages": helpers.dialogue(text, tokenizer)}
         rows.append({**row, "answer": "4", "sources": None, "columns": {}})
     return rows

@@ -17,10 +17,8 @@ import pytest
 import reward_server
 import transformers
 from helpers import scores_by
-from tiny_models import CPU, make_tokenizer
-from tokenizers.processors import TemplateProcessing
+from tiny_models import CPU, WORLD, make_tokenizer
 
-import utils
 from plumbing.models import loading
 from plumbing.rewards.sources import RewardSources
 
@@ -47,7 +45,7 @@ class Server:
 
     def __init__(self, **values):
         values = {"precision": "float64", "micro_batch_tokens": 50, "timeout": 2.0, **values}
-        self.scorer = reward_server.Scorer(reward_server.Args(**values), utils.World(0, 1, CPU))
+        self.scorer = reward_server.Scorer(reward_server.Args(**values), WORLD)
         listener = socket.create_server(("127.0.0.1", 0))
         self.address = listener.getsockname()
         self.url = f"http://127.0.0.1:{self.address[1]}"
@@ -89,11 +87,7 @@ def folder(tmp_path_factory) -> Path:
     tokenizer = make_tokenizer(chat_template=TEMPLATE)
     ended = {"score_token": tokenizer.eos_token_id}  # as of reward_model.py
     helpers.scalar_folder(causal, folder / "model", tokenizer=tokenizer, **ended)
-    tokenizer = make_tokenizer(bos_token="<eos>")
-    special = [("<eos>", tokenizer.eos_token_id)]
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single="<eos> $A", special_tokens=special
-    )
+    tokenizer = make_tokenizer(True, bos_token="<eos>")
     helpers.scalar_folder(causal, folder / "bos", tokenizer=tokenizer, **ended)
     return folder
 
@@ -226,7 +220,7 @@ def test_scores_are_those_of_a_reward_model_in_the_run_itself(servers, folder, n
     texts = []
     ids = []
     for question, text in [*PAIRS, (FORGED, FORGED)][: None if name == "model" else -1]:
-        prompt, query = helpers.encode_prompt("", question, tokenizer, "Add.")
+        prompt, query = helpers.encode_prompt(question, tokenizer, "Add.")
         assert query.count(tokenizer.eos_token_id) == (name == "bos")
         messages = helpers.dialogue(question, tokenizer, "Add.")
         rows.append({"prompt": prompt, "query": query, "messages": messages, "answer": None})

@@ -11,7 +11,7 @@ import types
 import helpers
 import pytest
 import torch
-from helpers import folder_of, metrics_of, read_lines, run_here, variant
+from helpers import folder_of, metrics_of, read_lines, recorded, run_here, variant
 from test_equations import close, double, mask_of
 from tiny_models import CPU
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -165,18 +165,6 @@ def base(tmp_path_factory) -> dict:
     return {**values, "kl_coef": 0.01, "total_episodes": 16, "run_name": "run"}
 
 
-def record(monkeypatch, name: str) -> list:
-    """The arguments and results of all calls of a function of rloo.py, which still does what it
-    does.
-    """
-    calls = []
-    original = getattr(rloo, name)
-    monkeypatch.setattr(
-        rloo, name, lambda *args: calls.append((args, original(*args))) or calls[-1][1]
-    )
-    return calls
-
-
 @pytest.mark.parametrize(
     "kind, size, kl_in", [("reinforce++", 4, "reward"), ("opo", 4, "loss"), ("remax", 1, "reward")]
 )
@@ -191,9 +179,9 @@ def test_what_a_run_trains_on(base, tmp_path, monkeypatch, kind, kl_in, size):
         group_size=size, rollout_batch_size=8 // size, precision="float64", kl_estimator="k2"
     )
     values |= dict(kl_target=0.01, eval_every=0, clip_high=0.3, dual_clip=1.5)
-    steps = record(monkeypatch, "token_advantages")
-    losses = record(monkeypatch, "clipped_loss")
-    rewarded = record(monkeypatch, "token_rewards")
+    steps = recorded(monkeypatch, rloo, "token_advantages")
+    losses = recorded(monkeypatch, rloo, "clipped_loss")
+    rewarded = recorded(monkeypatch, rloo, "token_rewards")
     run_here(values, "rloo")
     rows = metrics_of(values)
     samples = read_lines(folder_of(values) / "samples.jsonl")
@@ -262,7 +250,7 @@ def test_remax_compares_with_the_greedy_response(base, tmp_path, monkeypatch, ma
     """By transformers' own greedy generation, of one prompt at a time; a greedy response can lack a
     stop, too: --mask_truncated does not leave it out.
     """
-    calls = record(monkeypatch, "token_advantages")
+    calls = recorded(monkeypatch, rloo, "token_advantages")
     values = variant(base, tmp_path, advantage="remax", rollout_batch_size=12, group_size=2)
     values |= dict(
         mini_batch_size=24, num_epochs=1, total_episodes=24, max_response_length=4, log_samples=24

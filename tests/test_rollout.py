@@ -1,5 +1,5 @@
 """Sampling against a loop that draws one token at a time for one prompt alone, what travels with a
-batch, and text to token ids.
+batch.
 """
 
 import contextlib
@@ -11,14 +11,12 @@ import time
 from dataclasses import replace
 from types import SimpleNamespace
 
-import helpers
 import numpy as np
 import pytest
 import torch
 import transformers
 from helpers import listed, refused
-from tiny_models import CPU, make_tokenizer
-from tokenizers.processors import TemplateProcessing
+from tiny_models import CPU, WORLD
 from torch.nn.functional import pad
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Cache, DynamicCache, GenerationConfig
@@ -165,13 +163,6 @@ def test_sums_by_blocks_draw_what_a_plain_sum_does(size):
     # 0 draws the first that is possible, and the largest number below 1 the last that matters
     assert torch.equal(tokens[::3, 0], (weights[::3] > 0).int().argmax(1))
     assert (cdf.gather(1, tokens)[1::3] >= cdf[1::3, -1:] * (1 - 1e-15)).all()
-
-
-def test_weights_that_are_no_numbers_draw_some_token():
-    weights = torch.full((4, 300), math.nan)
-    weights[2:, :150] = 1.0
-    tokens = invert_distribution(weights, uniforms_of(4, 1))
-    assert tokens.shape == (4, 1) and ((tokens >= 0) & (tokens < 300)).all()
 
 
 # ---- generate ------------------------------------------------------------------------------------
@@ -336,35 +327,6 @@ def test_responses_end_with_a_stop_token_or_are_full(load, longest, least):
     assert model.generation_config is defaults and defaults.to_dict() == before
 
 
-def test_each_response_may_have_its_limit(load):
-    model = load("qwen2", F64)
-    queries = queries_of()
-    numbers = uniforms_of(12, 9)
-    args = Args(max_response_length=9)
-    whole = sampled(model, queries, numbers, STOPS, args)
-    lengths = [1 + i % 9 for i in range(12)]
-    responses, logprobs = listed(generate(model, queries, numbers, STOPS, args, never, lengths))
-    assert responses == [response[:length] for response, length in zip(whole[0], lengths)]
-    assert list(map(len, logprobs)) == list(map(len, responses))
-
-
-def test_top_p(load):
-    """The set of the tokens left to sample from is the one that the flag names."""
-    model = load("qwen2", F64)
-    query = queries_of()[0]
-    with torch.no_grad():
-        probabilities = model(input_ids=torch.tensor([query])).logits[0, -1].softmax(-1)
-    ranked = probabilities.argsort(descending=True).tolist()
-    nucleus = []
-    mass = 0.0
-    while mass < 0.6:
-        nucleus.append(ranked[len(nucleus)])
-        mass += probabilities[nucleus[-1]].item()
-    args = Args(max_response_length=1, top_p=0.6)
-    responses, _ = sampled(model, [query] * 400, uniforms_of(400, 1), [999], args)
-    assert {response[0] for response in responses} == set(nucleus)
-
-
 @pytest.mark.parametrize("calls", [0, 1, 4])
 def test_an_interruption_returns_early(load, calls):
     model = load("qwen2", F64)
@@ -424,7 +386,7 @@ def setting(load, tokenizer) -> tuple[Sampler, list[dict]]:
         None,
         Args(max_response_length=10, temperature=0.8),
         never,
-        utils.World(0, 1, CPU),
+        WORLD,
         precision("float64", CPU),
     )
     return sampler, rows
@@ -603,7 +565,7 @@ def test_a_response_is_scored_before_the_next_one_has_ended(setting):
     rows = [{**row, "long": "x" * 10_000} for row in rows]
     source = sampler.reward_sources
     seen = []
-    end = time.monotonic() + 30
+    end = time.monotonic() + 300
 
     def slow(*inputs):
         for response in generate(*inputs):
@@ -626,9 +588,7 @@ def test_a_response_is_scored_before_the_next_one_has_ended(setting):
 
 def test_micro_batches_are_as_long_as_their_longest_response(setting):
     batch = setting[0].rollout(setting[1], 3, KEY)
-    cuts = list(
-        batch.micro_batches([*range(15)], Args(micro_batch_tokens=40), utils.World(0, 1, CPU))
-    )
+    cuts = list(batch.micro_batches([*range(15)], Args(micro_batch_tokens=40), WORLD))
     assert len(cuts) > 3 and len({t["response_mask"].shape[1] for _, t, _ in cuts}) > 1
     assert all(
         x.shape == t["response_mask"].shape and t["response_mask"][:, -1].any()
@@ -652,35 +612,3 @@ def test_a_model_that_gives_no_numbers_is_refused(setting, capsys):
     assert refused(capsys, sampler.rollout, rows, 3, KEY).startswith(
         "error: --model or --learning_rate: "
     )
-
-
-# ---- text to token ids ---------------------------------------------------------------------------
-
-TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
-
-
-def bos_tokenizer(adds_bos: bool, chat_template: str | None = None):
-    """One token a byte and "<s>", which the tokenizer puts before every text by itself if it
-    `adds_bos`.
-    """
-    tokenizer = make_tokenizer(bos_token="<s>", chat_template=chat_template)
-    if adds_bos:
-        special = [("<s>", tokenizer.bos_token_id)]
-        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-            single="<s> $A", special_tokens=special
-        )
-    return tokenizer
-
-
-@pytest.mark.parametrize("adds_bos", [True, False])
-def test_text_gets_the_beginning_token_at_most_once(adds_bos):
-    """tests/test_data.py has prompts with a chat template."""
-    tokenizer = bos_tokenizer(adds_bos)
-    for begin, system_prompt in (("", ""), ("", "Be brief."), ("<s>", "")):
-        _, ids = helpers.encode_prompt("here", f"{begin}two and two", tokenizer, system_prompt)
-        plain = (f"{system_prompt}\n" if system_prompt else "") + "two and two"
-        bos = [tokenizer.bos_token_id] if adds_bos or begin else []
-        assert ids == [*bos, *tokenizer.encode(plain, add_special_tokens=False)]

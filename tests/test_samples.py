@@ -9,7 +9,8 @@ import types
 import helpers
 import pytest
 import torch
-from helpers import folder_of, metrics_of, run_here, variant, weights_of
+from helpers import folder_of, metrics_of, recorded, run_here, variant, weights_of
+from tiny_models import CPU
 
 import grpo
 import utils
@@ -52,7 +53,7 @@ class Rollout:
             for row in rows
             for n, score in enumerate(self.table[row["i"] % len(self.table)])
         ]
-        return Batch.from_samples(samples, torch.device("cpu"))
+        return Batch.from_samples(samples, CPU)
 
 
 REWARDS = types.SimpleNamespace(
@@ -247,15 +248,9 @@ def test_only_what_has_a_score_is_in_the_means(base, tmp_path, script, monkeypat
     """The tokens of the losses are those of responses that stopped, in groups that are not
     dropped.
     """
-    module = __import__(script)
-    collects = []
-    reductions = []
-    collect = module.collect
-    reduction = module.loss_reduction
-    monkeypatch.setattr(
-        module, "collect", lambda *a, **o: collects.append(collect(*a, **o)) or collects[-1]
+    collects, reductions = (
+        recorded(monkeypatch, __import__(script), name) for name in ("collect", "loss_reduction")
     )
-    monkeypatch.setattr(module, "loss_reduction", lambda *a: reductions.append(a) or reduction(*a))
     values = variant(
         base, tmp_path, filter_groups="drop", mask_truncated=True, micro_batch_tokens=10_000
     )
@@ -267,13 +262,13 @@ def test_only_what_has_a_score_is_in_the_means(base, tmp_path, script, monkeypat
         "log_samples": 32,
     }
     run_here(values, script)
-    (experience,) = collects
+    ((_, experience),) = collects
     kept = [i for i, score in enumerate(experience.batch.scores.tolist()) if not math.isnan(score)]
     samples = experience.batch.samples
     lengths = [len(samples[i].response) for i in kept]
     assert 0 < len(samples) < 32 and len(kept) < len(samples)
     assert all(experience.batch.stopped[i] for i in kept)
-    for _, mask, mini, *_ in reductions:
+    for (_, mask, mini, *_), _ in reductions:
         assert sorted(mini) == kept and sorted(mask[mini].sum(1).tolist()) == sorted(lengths)
     tokens = helpers.read_lines(folder_of(values) / "tokens.jsonl")
     assert [row["sample"] for row in tokens if 1 in row["trains"]] == kept
@@ -292,25 +287,6 @@ def test_the_weight_of_supervised_rows(base, tmp_path, script):
         run_here(values, script)
         norms.append(metrics_of(values)[0]["loss/grad_norm"])
     assert norms[0] > 0 and norms[1] == pytest.approx(2 * norms[0], rel=1e-3)
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_a_step_without_any_signal_changes_nothing(base, tmp_path, script):
-    """Not even Adam's momentum and the weight decay; the log has null for what was not computed."""
-    reward = base["reward"].replace(":coarse", ":equal")
-    values = variant(
-        base, tmp_path, filter_groups="drop", total_episodes=16, weight_decay=0.5, reward=reward
-    )
-    run_here(values, script)
-    (row,) = metrics_of(values)
-    assert all(
-        row[name] is None
-        for name in ("loss/policy_avg", "loss/grad_norm", "rollout/prob_diff_mean")
-    )
-    assert row["objective/scores"] == row["val/zero_std_fraction"] == 1
-    before = weights_of(base["model"])
-    after = weights_of(folder_of(values) / "final")
-    assert all(torch.equal(before[name], after[name]) for name in after)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -354,22 +330,31 @@ def test_a_correction_weighs_the_policy_loss_alone(base, tmp_path, script, monke
         )
 
 
-@pytest.mark.parametrize("script", ["grpo", "rloo", "ppo"])
-def test_a_step_of_which_a_mask_leaves_nothing_trains_nothing(
-    base, tmp_path, script, monkeypatch, capfd
+@pytest.mark.parametrize("masked", [False, True], ids=["equal scores", "a mask of no token"])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_step_without_any_signal_changes_nothing(
+    base, tmp_path, script, masked, monkeypatch, capfd
 ):
-    nothing = lambda logprobs, *_: torch.zeros_like(logprobs, dtype=torch.bool)
-    monkeypatch.setattr(__import__(script), "off_policy_mask", nothing)
-    values = {"off_policy_delta": 0.5, "weight_decay": 0.5, "total_episodes": 16}
-    values |= {"kl_coef": 0.0, "ref_model": ""}
-    values = variant(base, tmp_path, **values)
-    run_here(values, script)
+    """Not even Adam's momentum and the weight decay; the log has null for what was not computed."""
+    values = {"kl_coef": 0.0, "ref_model": "", "weight_decay": 0.5, "total_episodes": 16}
+    if masked:
+        nothing = lambda logprobs, *_: torch.zeros_like(logprobs, dtype=torch.bool)
+        monkeypatch.setattr(__import__(script), "off_policy_mask", nothing)
+        values["off_policy_delta"] = 0.5
+    else:
+        reward = base["reward"].replace(":coarse", ":equal")
+        values |= {"filter_groups": "drop", "reward": reward}
+    run_here(values := variant(base, tmp_path, **values), script)
     (row,) = metrics_of(values)
-    assert row["rollout/left_out"] == 1 and "its gradient has norm 0.0" in capfd.readouterr().err
-    before, after = (
-        weights_of(folder) for folder in (values["model"], folder_of(values) / "final")
-    )
-    assert all(torch.equal(after[name], weight) for name, weight in before.items())
+    if masked:
+        assert row["rollout/left_out"] == 1
+        assert "its gradient has norm 0.0" in capfd.readouterr().err
+    else:
+        names = ("loss/policy_avg", "loss/grad_norm", "rollout/prob_diff_mean")
+        assert [row[name] for name in names] == [None] * 3
+        assert row["objective/scores"] == row["val/zero_std_fraction"] == 1
+    before, after = (weights_of(x) for x in (base["model"], folder_of(values) / "final"))
+    assert all(torch.equal(before[name], after[name]) for name in after)
 
 
 def test_maxrl_refuses_a_negative_score(base, tmp_path, capfd):

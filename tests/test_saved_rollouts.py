@@ -7,7 +7,7 @@ import helpers
 import numpy as np
 import pytest
 import torch
-from helpers import assert_same_run, folder_of, metrics_of, read_lines, run_here
+from helpers import assert_same_run, flags_of, folder_of, metrics_of, read_lines, run_here
 from tiny_models import CPU
 
 from extras.saved_rollouts import FileSampler
@@ -31,8 +31,7 @@ def flags(folder, script: str = "grpo", **changes) -> dict:
     values |= {"teacher": helpers.tiny_model(folder / "teacher"), "run_name": "first", **changes}
     helpers.tiny_model(values["model"], stop=8)  # responses of several lengths
     (folder / "reward.py").write_text(REWARD)
-    fields = __import__(script).Args.__dataclass_fields__
-    return {name: x for name, x in values.items() if name in fields} | {"save_rollouts": True}
+    return flags_of(script, values) | {"save_rollouts": True}
 
 
 @pytest.fixture

@@ -11,6 +11,10 @@ import torch
 import torch.distributed as dist
 import transformers
 from helpers import (
+    MOVING,
+    OF_PPO,
+    SCHEDULE,
+    flags_of,
     folder_of,
     metrics_of,
     read_lines,
@@ -22,7 +26,8 @@ from helpers import (
     weights_of,
 )
 from test_families import family_folder
-from test_scripts import MOVING, OF_PPO, SCHEDULE, write_pairs
+from test_scripts import write_pairs
+from tiny_models import CPU
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -32,7 +37,6 @@ from plumbing.models import loading
 from plumbing.models.sharding import Sharding, set_gradient_sync
 
 SCRIPTS = ("grpo", "rloo", "ppo", "reward_model")
-CPU = torch.device("cpu")
 
 
 def exact_runs(folder) -> dict[str, dict]:
@@ -49,24 +53,21 @@ def exact_runs(folder) -> dict[str, dict]:
     common["model"] = helpers.tiny_model(folder / "neox", "gpt_neox")
     judge = scalar_folder(common["model"], folder / "judge")
     exact = dict(precision="float64", learning_rate=1e-3)
-    kept = "model system_prompt output_dir eval_every save_every micro_batch_tokens".split()
     pairs = write_pairs(folder / "pairs.jsonl", helpers.ROWS, 18)
     held_out = write_pairs(folder / "held_out_pairs.jsonl", helpers.HELD_OUT, 3)
     of_pairs = {"dataset": pairs, "eval_dataset": held_out, "batch_size": 6}
-    no_part = ("group_size", "non_stop_penalty", "kl_coef", "total_episodes")
-    of_distill = {name: x for name, x in common.items() if name not in no_part}
     of_teacher = {
         "teacher": helpers.tiny_model(folder / "teacher", "llama", hidden_size=48),
         "rollout_batch_size": 8,
+        "passes": 24 / len(helpers.ROWS),
     }
-    of_teacher["passes"] = 24 / len(helpers.ROWS)
     rewards = {"reward": (common["reward"], judge), "reward_weights": (1.0, 0.1)}
     return {
         "grpo": {**common, **exact, **rewards, **MOVING, "kl_in": "loss", "entropy_coef": 0.01},
         "rloo": {**common, **exact, **MOVING, "advantage": "remax"},
         "ppo": {**common, **exact, **rewards, **MOVING, **OF_PPO, "ptx_dataset": common["dataset"]},
-        "distill": {**of_distill, **exact, **SCHEDULE, **of_teacher},
-        "reward_model": {**{name: common[name] for name in kept}, **exact, **SCHEDULE, **of_pairs},
+        "distill": {**flags_of("distill", common), **exact, **SCHEDULE, **of_teacher},
+        "reward_model": {**flags_of("reward_model", common), **exact, **SCHEDULE, **of_pairs},
     }
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from test_policy import EXACT, gradient_of, relative
-from tiny_models import CPU, SMALL, random_model
+from tiny_models import CPU, SMALL, WORLD, random_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import grpo
@@ -17,7 +17,6 @@ from plumbing.models.loading import precision
 from plumbing.models.sharding import Sharding
 from plumbing.rollout.batch import Batch, Sample, forward_batch, forward_tokens
 
-WORLD = utils.World(0, 1, CPU)
 # Two prompts that are worth sharing, and one that is not.
 QUERIES = [[*range(3, 17)], [*range(9, 18)], [5]]
 SIZE = 4  # responses per prompt

@@ -1,6 +1,4 @@
-"""What `bash scripts/demo.sh smollm2` consists of: its prompts, the fetched model, pairs, results, and
-what a run says at its end.
-"""
+"""What `bash scripts/demo.sh smollm2` consists of: its prompts, the fetched model, pairs and results."""
 
 import hashlib
 import json
@@ -18,11 +16,9 @@ import summarize
 from conftest import ROOT
 from helpers import read_lines, refused, write_rows
 
-import utils
 from extras.verifiers.ifeval import checkers, ifeval
 from plumbing.data.rows import read_rows
 from plumbing.data.tasks import instruction_parts, instructions
-from plumbing.run.log import RunLog
 
 KINDS = list(instruction_parts()["kinds"])
 
@@ -201,40 +197,3 @@ def test_results_of_runs(tmp_path):
     assert run["by_step"]["eval/accuracy"] == accuracies and len(accuracies) > 1
     assert run["seconds"] == round(rows[-1]["time/from_scratch"], 1)
     assert run["medians"]["time/step"] == 3.0
-
-
-# ---- what a run says -----------------------------------------------------------------------------
-
-
-def log_of(tmp_path, steps: int, **flags) -> RunLog:
-    args = types.SimpleNamespace(
-        **{"track": "", "eval_every": 2, "group_size": 2, "non_stop_penalty": False, **flags}
-    )
-    return RunLog(str(tmp_path), "id", args, utils.World(0, 1, utils.torch.device("cpu")), steps, 0)
-
-
-def test_the_end_of_a_run_shows_each_data_set_and_three_answers(tmp_path, capsys):
-    log = log_of(tmp_path, 2)
-    for step, accuracy in ((0, 0.25), (2, 0.75)):
-        rows = [{"prompt": f"p {i}\n", "response": f"r {i} at {step}"} for i in range(7)]
-        log.samples(step, rows, "held_out.jsonl")
-        log.log({"step": step, "time/step": 1.0, "eval/accuracy/a:b": accuracy})
-    log.close("the end")
-    out = capsys.readouterr().out
-    assert "held-out accuracy of a:b: 0.250 at step 0, 0.750 at step 2" in out
-    shown = [line for line in out.splitlines() if line.startswith(("prompt:", "    "))]
-    assert shown == [
-        line
-        for i in (0, 3, 6)
-        for line in (f"prompt: p {i} ", f"    before: r {i} at 0", f"    after: r {i} at 2")
-    ]
-
-
-@pytest.mark.parametrize("seconds, said", [(100.0, "--total_episodes 144 ends in 30"), (10.0, "")])
-def test_a_slow_machine_is_told_after_the_first_step(seconds, said, tmp_path, capsys):
-    """Of 61 steps of 8 episodes, 18 are half an hour."""
-    log = log_of(tmp_path, 61)
-    log.log({"step": 1, "episode": 8, "time/step": seconds})
-    out = capsys.readouterr().out
-    assert ("on this machine the run takes about 100 minutes" in out) == bool(said)
-    assert said in out

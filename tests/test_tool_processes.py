@@ -12,7 +12,7 @@ import time
 
 import pytest
 from conftest import ROOT
-from helpers import refused
+from helpers import refused, table
 
 from extras.episodes.tool_processes import EnvironmentFailure, ToolError, ToolProcess, ToolProcesses
 
@@ -213,24 +213,11 @@ def test_a_conversation_with_tools_and_an_environment(processes):
     ]
 
 
-@pytest.mark.parametrize(
-    ("code", "result"),
-    [
-        ("None", ""),
-        ("{'a': [1, None, 'ä'], 'b': {1}}", '{"a": [1, null, "ä"], "b": "{1}"}'),
-        ("__import__('numpy').arange(3)", "[0, 1, 2]"),
-        ("os.write(1, b'{}') and print('to stdout')", ""),
-        ("'a' * (1 << 20)", "a" * 100_000),
-        ("1 / 0", "error: ZeroDivisionError: division by zero"),
-        ("sys.exit(3)", "error: SystemExit: 3"),
-        ("'child' if os.fork() == 0 else time.sleep(0.5) or 'parent'", "parent"),
-        (
-            "(_ for _ in ()).throw(type('Mute', (Exception,), {'__str__': None}))",
-            "error: Mute: <exception str",
-        ),
-        ("time.sleep(60)", "error: TimeoutError: no answer in time"),
-    ],
-)
+TABLE = table("tools.yaml")
+LONG = {"'a' * (1 << 20)": "a" * 100_000}
+
+
+@pytest.mark.parametrize("code, result", (TABLE["tools"] | LONG).items())
 def test_what_a_tool_returns(processes, code, result):
     # Whatever it is, the next call is answered, and so is the environment.
     calls = [
@@ -245,7 +232,7 @@ def test_what_a_tool_returns(processes, code, result):
     assert (after, played) == ("1", ["lower", 0.5, False])
 
 
-DEAF = "signal.signal(signal.SIGALRM, signal.SIG_IGN) and time.sleep(60)"
+DEAF = "signal.signal(signal.SIGALRM, signal.SIG_IGN) and time.sleep(600)"
 GONE = {DEAF: "run gave no answer within 1 s"}
 BROKEN = ["os._exit(0)", "os.closerange(3, 50)"]
 BROKEN += [f"scribble({text})" for text in ("b'9' * 99", "b'9\\n'", "b'9' * (1 << 22)")]
@@ -275,30 +262,7 @@ def test_what_ends_its_process(processes, files, tmp_path, code):
     assert converse(tools, *calls) == ["", "", f"error: {GONE[code]}", "[]"]
 
 
-def test_an_environment_that_hangs(processes):
-    failure = converse(processes, ("limit", 1.0), ("step", "time.sleep(60)"))[-1]
-    assert re.fullmatch(r"failure: step: TimeoutError \(.*\): no answer in time", failure)
-
-
-ORDER = r"failure: step: TypeError.*: .* is not \(text or None, number, bool\)"
-
-
-@pytest.mark.parametrize(
-    ("row", "step", "expected"),
-    [
-        ({"reset": "None"}, "(None, np.float64(-1), np.True_)", ["", ["", -1.0, True]]),
-        ({"reset": "'\\ud83d'"}, "('', True, 0)", ["?", ["", 1.0, False]]),
-        ({}, "(np.arange(2), 1, False)", [" go", ["[0, 1]", 1.0, False]]),
-        ({}, "('x', False, 1.0)", [" go", ORDER]),
-        ({"reset": "3"}, "", ["3"]),
-        (
-            {"secret": None, "x": 1},
-            "1 / 0",
-            [" go", r"failure: step: ZeroDivisionError \(.*game.py:15\): division.*"],
-        ),
-        ({}, "os._exit(1)", [" go", f"failure: step: {DIED}"]),
-    ],
-)
+@pytest.mark.parametrize("row, step, expected", TABLE["environments"])
 def test_what_an_environment_returns(processes, row, step, expected):
     *before, last = converse(processes, *[("step", step)] * bool(step), row={"secret": 5, **row})
     assert before == expected[:-1]
@@ -327,29 +291,6 @@ def test_an_asynchronous_environment(files):
     added, (observation, reward, done) = converse(asynchronous, ("step", "x"), row={})
     # one event loop for all calls
     assert added == "hello" and observation == "" and math.isnan(reward) and done
-
-
-def test_many_at_once_and_nothing_is_left(processes):
-    found = []
-
-    async def play(number: int) -> tuple:
-        process = ToolProcess(processes, number)
-        try:
-            await process.ask("reset", {"secret": 10 * number})
-            found.append(process.process.pid)
-            return await process.ask("step", "50"), await process.ask("call", "add", {"a": number})
-        finally:
-            process.kill()
-
-    async def play_all():
-        return await asyncio.gather(*map(play, range(12)))
-
-    results = asyncio.run(play_all())
-    assert results == [
-        (["higher" if n > 5 else "lower", 0.5, n == 5], str(n + 1)) for n in range(12)
-    ]
-    assert len(set(found)) == 12
-    wait_until(lambda: not any(map(is_running, found)))
 
 
 TRAINER = """
@@ -399,33 +340,7 @@ def test_a_connection_that_closes_ends_what_a_tool_has_started(processes):
     wait_until(lambda: not is_running(started))
 
 
-@pytest.mark.parametrize(
-    ("tools", "environment", "line"),
-    [
-        (
-            ["tools.py:nothing"],
-            "",
-            "--tools .*tools.py:nothing: .*: .*tools.py' has no attribute 'nothing'",
-        ),
-        (
-            ["tools.py:no_hint"],
-            "",
-            "--tools .*no_hint: .*: Argument a is missing a type hint in .*no_hint",
-        ),
-        (["broken.py:x"], "", r"--tools .*broken.py:2\): division by zero"),
-        (["ends.py:x"], "", "--tools .*: the fork server, which starts processes, has ended"),
-        (
-            [],
-            "game.py:OnlyReset",
-            "--environment .*: .*TypeError: requires methods reset and step",
-        ),
-        (
-            [],
-            "game.py:Needs",
-            "--environment .*game.py:Needs: .*TypeError: .*missing 1 required .*argument: 'size'",
-        ),
-    ],
-)
+@pytest.mark.parametrize("tools, environment, line", TABLE["refused"])
 def test_what_is_wrong_with_tools_and_environments(files, capfd, tools, environment, line):
     assert re.fullmatch(
         f"error: {line}", refused(capfd, ToolProcesses, *files(tools, environment), 2.0)

@@ -11,8 +11,8 @@ import time
 import types
 
 import pytest
-import torch
 from helpers import ROOT, read_lines, refused, table, write_rows
+from tiny_models import WORLD
 
 import grpo
 import utils
@@ -21,9 +21,10 @@ from plumbing.run.command import report_errors
 from plumbing.run.run import Run
 
 
-def log_of(folder, track: str = "", steps: int = 4, step: int = 1) -> log.RunLog:
-    args = grpo.Args(track=track, reward=("http://me:secret@judge:9/x?key=secret", "math"))
-    return log.RunLog(str(folder), "7", args, utils.World(0, 1, torch.device("cpu")), steps, step)
+def log_of(folder, track: str = "", steps: int = 4, step: int = 1, **flags) -> log.RunLog:
+    rewards = ("http://me:secret@judge:9/x?key=secret", "math")
+    args = grpo.Args(track=track, reward=rewards, **flags)
+    return log.RunLog(str(folder), "7", args, WORLD, steps, step)
 
 
 def logged(folder, name: str) -> log.RunLog:
@@ -219,6 +220,33 @@ def test_the_end_names_what_is_out_of_its_usual_range(tmp_path, monkeypatch, cap
     listed = re.findall(r"^\| `(\S+)` \| (\S+) to (\S+) \|", page, re.MULTILINE)
     ranges = {name: (float(low), float(high)) for name, low, high in listed}
     assert ranges == log.USUAL and "## Usual ranges" in page
+
+
+def test_the_end_of_a_run_shows_each_data_set_and_three_answers(tmp_path, capsys):
+    log = log_of(tmp_path, steps=2, step=0)
+    for step, accuracy in ((0, 0.25), (2, 0.75)):
+        rows = [{"prompt": f"p {i}\n", "response": f"r {i} at {step}"} for i in range(7)]
+        log.samples(step, rows, "held_out.jsonl")
+        log.log({"step": step, "time/step": 1.0, "eval/accuracy/a:b": accuracy})
+    log.close("the end")
+    out = capsys.readouterr().out
+    assert "held-out accuracy of a:b: 0.250 at step 0, 0.750 at step 2" in out
+    shown = [line for line in out.splitlines() if line.startswith(("prompt:", "    "))]
+    assert shown == [
+        line
+        for i in (0, 3, 6)
+        for line in (f"prompt: p {i} ", f"    before: r {i} at 0", f"    after: r {i} at 2")
+    ]
+
+
+@pytest.mark.parametrize("seconds, said", [(100.0, "--total_episodes 144 ends in 30"), (10.0, "")])
+def test_a_slow_machine_is_told_after_the_first_step(seconds, said, tmp_path, capsys):
+    """Of 61 steps of 8 episodes, 18 are half an hour."""
+    log = log_of(tmp_path, steps=61, step=0, eval_every=2)
+    log.log({"step": 1, "episode": 8, "time/step": seconds})
+    out = capsys.readouterr().out
+    assert ("on this machine the run takes about 100 minutes" in out) == bool(said)
+    assert said in out
 
 
 def test_no_control_code_reaches_the_terminal(tmp_path, capsys):

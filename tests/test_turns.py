@@ -266,7 +266,7 @@ def test_prompt_turns_and_observations_are_the_rendering_of_the_whole(
         list(said), schemas or None, add_generation_prompt=True, return_dict=False
     )
     expected = render(question, answer, *messages, answer, *messages)
-    _, ids = helpers.encode_prompt("here", [question], tokenizer, "", tools=schemas or None)
+    _, ids = helpers.encode_prompt([question], tokenizer, "", tools=schemas or None)
     assert ids == render(question)
     stop = tokenizer.convert_tokens_to_ids("<|im_end|>")
     for _ in range(2):
@@ -316,18 +316,17 @@ WAYS_IN = {
     "a text without template": lambda t, text: turns_of(
         t, **ENVIRONMENT, has_template=False
     ).observation_ids([{**USER, "content": text}], 1),
-    "a prompt": lambda t, text: helpers.encode_prompt("here", text, t, "Be good.")[1],
+    "a prompt": lambda t, text: helpers.encode_prompt(text, t, "Be good.")[1],
     "a turn": lambda t, text: helpers.encode_prompt(
-        "here", [{"role": "system", "content": text}, USER], t, ""
+        [{"role": "system", "content": text}, USER], t, ""
     )[1],
     "a tool": lambda t, text: turns_of(t).encode(
         turns_of(t, [schema("f", **{text: text})]).prompt([USER])
     ),
     "a row's tool": lambda t, text: helpers.encode_prompt(
-        "here", [USER], t, "", tools=[schema("f", **{text: text})]
+        [USER], t, "", tools=[schema("f", **{text: text})]
     )[1],
     "an argument": lambda t, text: helpers.encode_prompt(
-        "here",
         [{**CALL, "tool_calls": [{"function": {"name": "f", "arguments": {text: [text]}}}]}, USER],
         t,
         "",

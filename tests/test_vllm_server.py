@@ -14,6 +14,7 @@ import time
 import types
 from dataclasses import replace
 
+import engine_checks
 import forked_python
 import helpers
 import pytest
@@ -31,12 +32,11 @@ from engine_checks import (
     spoken,
     sync_in_flight,
 )
-from helpers import ROOT, free_port, refused, sampled_by, tiny_model
+from helpers import ROOT, free_port, refused, tiny_model
 from test_reward_client import Server
-from tiny_models import random_model
+from tiny_models import WORLD, random_model
 
 import distill
-import utils
 from extras.lora import add_lora
 from extras.vllm import sampling as vllm_sampling
 from extras.vllm import servers as vllm_servers
@@ -56,7 +56,6 @@ ARGS = Args(
     temperature=0.7,
     model=str(ROOT / "assets" / "tiny"),
 )
-WORLD = utils.World(0, 1, torch.device("cpu"))
 STOP = [1]
 LONG = {"max_response_length": 200, "min_response_length": 200}
 KEY = {"Authorization": "Bearer one that is long"}
@@ -87,16 +86,9 @@ def running(tmp_path_factory):
         patch.setenv("VLLM_API_KEY", "one that is long")
         for number in range(2):
             port = free_port()
-            command = [
-                python,
-                ROOT / "scripts/vllm_server.py",
-                "--model",
-                model,
-                "--port",
-                str(port),
-            ]
-            command += ["--precision", "float32", "--kv_cache_gb", "0.02", "--max_length", "250"]
-            command += ["--lora_rank", "8"]
+            flags = {"model": model, "port": port, "precision": "float32", "kv_cache_gb": 0.02}
+            flags |= {"max_length": 250, "lora_rank": 8}
+            command = [python, ROOT / "scripts/vllm_server.py", *helpers.words(flags)]
             with open(folder / f"log{number}", "w") as log:
                 process = subprocess.Popen(
                     [*command, *helpers.SERVER_ON_CPU], stderr=log, env=environment
@@ -128,8 +120,9 @@ def connect(*urls: str, **values) -> Servers:
     return Servers(replace(ARGS, rollout_servers=urls, **values), WORLD, None)
 
 
-def sample(servers, queries, seeds, interrupted=lambda: False, **values):
-    return sampled_by(servers, queries, seeds, STOP, replace(ARGS, **values), interrupted)
+def sample(servers, queries, seeds, *interrupted, **values):
+    args = replace(ARGS, **values)
+    return engine_checks.sample(servers, queries, seeds, STOP, args, *interrupted)
 
 
 def perturb(model, seed: int, which: str = "") -> None:

@@ -255,23 +255,26 @@ def advantages(x: dict[str, Tensor], G: int) -> dict[str, Tensor]:
     return quantities
 
 
+def with_gradient(function, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what a function makes of a tensor, and the gradient of its sum."""
+    leaf = x.clone().requires_grad_()
+    value = function(leaf)
+    return value.detach(), torch.autograd.grad(value.sum(), leaf)[0]
+
+
 def kl_and_values(x: dict[str, Tensor]) -> dict[str, Tensor]:
     quantities = {}
     mask = x["mask"]
-    for estimator in ("k1", "abs", "k2", "k3"):
-        leaf = x["logprobs"].clone().requires_grad_()
-        kl = grpo.kl_estimate(leaf, x["ref_logprobs"], estimator)
-        choices = {"": kl} | ({", as verl has it": kl.clamp(max=10)} if estimator == "k3" else {})
-        for choice, value in choices.items():
-            quantities[f"KL: {estimator}{choice}"] = value.detach() * mask
-            (gradient,) = torch.autograd.grad(value.sum(), leaf, retain_graph=True)
-            quantities[f"KL: {estimator}, gradient{choice}"] = gradient * mask
-    leaf = x["logprobs"].clone().requires_grad_()
-    kl = grpo.kl_estimate(leaf, x["ref_logprobs"], "k3")
-    weighted = kl * (leaf - x["old_logprobs"]).exp()
-    for choice, value in (("", kl), (", as trl has it", weighted)):
-        (gradient,) = torch.autograd.grad(value.sum(), leaf, retain_graph=True)
-        quantities[f"KL: k3 by TRL's default, gradient{choice}"] = gradient * mask
+    estimate = lambda kind: lambda p: grpo.kl_estimate(p, x["ref_logprobs"], kind)
+    k3, default = estimate("k3"), "KL: k3 by TRL's default"
+    weighted = lambda p: k3(p) * (p - x["old_logprobs"]).exp()
+    cases = [(f"KL: {kind}", "", estimate(kind)) for kind in ("k1", "abs", "k2", "k3")]
+    cases += [("KL: k3", ", as verl has it", lambda p: k3(p).clamp(max=10))]
+    cases += [(default, "", k3), (default, ", as trl has it", weighted)]
+    for name, choice, function in cases:
+        kl, gradient = with_gradient(function, x["logprobs"])
+        quantities[f"{name}{choice}"] = kl * mask
+        quantities[f"{name}, gradient{choice}"] = gradient * mask
     mean_kl = grpo.masked_mean(quantities["KL: k3"], mask, 1).mean().item()
     flags = grpo.Args(kl_coef=BETA, kl_target=0.5, kl_horizon=1000)
     controllers = [grpo.AdaptiveKL(flags, {}) for _ in range(3)]
@@ -279,13 +282,10 @@ def kl_and_values(x: dict[str, Tensor]) -> dict[str, Tensor]:
         controller.update(kl, len(mask))
     beta = [controller.coef for controller in controllers]
     quantities["KL controller"] = torch.tensor(beta, dtype=torch.float64)
-    for clip in (0.2, 0.0):
-        leaf = x["values"].clone().requires_grad_()
-        losses, _ = ppo.value_loss(leaf, x["old_values"], x["returns"], clip)
-        loss = reduction("token", mask)(losses, mask)
-        name = "value loss" + (", no clip" if not clip else "")
-        quantities[name] = loss.detach()
-        quantities[f"{name}, gradient"] = torch.autograd.grad(loss, leaf)[0]
+    losses = lambda values, clip: ppo.value_loss(values, x["old_values"], x["returns"], clip)[0]
+    for name, clip in (("value loss", 0.2), ("value loss, no clip", 0.0)):
+        mean = lambda values, clip=clip: reduction("token", mask)(losses(values, clip), mask)
+        quantities[name], quantities[f"{name}, gradient"] = with_gradient(mean, x["values"])
     for kind, cap in (("truncate", 2.0), ("mask", 1.5), ("sequence_mask", 3.0)):
         weights = grpo.correction_weights(x["old_logprobs"], x["rollout_logprobs"], mask, kind, cap)
         quantities[f"rollout correction: {kind}"] = weights * mask

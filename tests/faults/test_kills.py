@@ -15,8 +15,7 @@ from pathlib import Path
 import helpers
 import numpy as np
 import pytest
-from helpers import folder_of, processes_of
-from test_scripts import MOVING, OF_PPO
+from helpers import MOVING, OF_PPO, folder_of, processes_of
 
 import utils
 from plumbing.run import log
@@ -25,6 +24,7 @@ STEPS, STOPS = 12, 30  # of each kind of run, with --long
 STEPS_IN_CI = 4
 STOPS_IN_CI = 3
 SIGNALS = ("SIGKILL", "SIGTERM SIGINT")  # of a run, one drawn each time
+IN_CI = ("sharded", "SIGKILL")  # of one rank: test_run.py; of conversations: test_signals.py
 
 # What the random instants come after: functions, each with the number of calls from which one is
 # drawn.
@@ -45,27 +45,24 @@ OF_RANK_0 = {"folder.find_origin", "folder.open_folder", "os.rename", "log.appen
 SAMPLING = {"grpo.generate": 4, "sources.Scoring.finish": 4, "grpo.forward_batch": 3}
 GAME = {"environment": helpers.GAME, "reward": "episode", "max_response_length": 30}
 RANKS = {"micro_batch_tokens": 200, "num_epochs": 1}
-# Script, ranks, flags, what instants come after besides RUNNING, and the signals of CI. (One rank:
-# test_run.py.)
+# Script, ranks, flags, and what instants come after besides RUNNING.
 KINDS = {
-    "one rank": ("grpo", 1, MOVING, SAMPLING | {"grpo.sync_reference": 1}, ()),
-    "conversations": ("grpo", 1, GAME, SAMPLING, SIGNALS[1:]),
-    "sharded": ("grpo", 2, MOVING | RANKS | {"shard": "fsdp"}, SAMPLING, SIGNALS[:1]),
-    "sharded conversations": ("grpo", 2, GAME | RANKS | {"shard": "fsdp"}, SAMPLING, ()),
-    "LoRA": ("grpo", 1, {"lora_rank": 4}, SAMPLING, ()),
+    "one rank": ("grpo", 1, MOVING, SAMPLING | {"grpo.sync_reference": 1}),
+    "conversations": ("grpo", 1, GAME, SAMPLING),
+    "sharded": ("grpo", 2, MOVING | RANKS | {"shard": "fsdp"}, SAMPLING),
+    "sharded conversations": ("grpo", 2, GAME | RANKS | {"shard": "fsdp"}, SAMPLING),
+    "LoRA": ("grpo", 1, {"lora_rank": 4}, SAMPLING),
     "ppo": (
         "ppo",
         1,
         MOVING | OF_PPO,
         {"ppo.generate": 4, "ppo.forward_batch": 4, "ppo.update_critic": 4},
-        (),
     ),
     "rloo": (
         "rloo",
         1,
         MOVING | {"advantage": "remax"},
         {"rloo.generate": 6, "rloo.forward_batch": 3},
-        (),
     ),
 }
 
@@ -198,7 +195,7 @@ def undisturbed(base, tmp_path_factory):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_that_is_stopped_again_and_again(undisturbed, tmp_path, long, kind, how):
     """In every second run that gets SIGTERM and SIGINT they alone save."""
-    if how not in KINDS[kind][-1] and not long:
+    if (kind, how) != IN_CI and not long:
         pytest.skip("runs with --long")
     whole = undisturbed(kind)
     draw = utils.generator("kills", kind, how, os.environ.get("SEED", "1"))

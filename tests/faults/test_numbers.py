@@ -23,13 +23,12 @@ def base(tmp_path_factory) -> dict:
     return {**values, "eval_every": 0, "save_every": 1, "num_epochs": 1, "total_episodes": 24}
 
 
-def change_weights(folder: str, part: str, **entries: float) -> None:
-    """Set entries of the first weights with `part` in their name: {"_3": value}."""
+def change_weights(folder: str, part: str, value: float, entries: slice) -> None:
+    """Set entries of the first weights with `part` in their name to a value."""
     path = Path(folder) / "model.safetensors"
     weights = load_file(path)
     tensor = next(tensor for name, tensor in weights.items() if part in name)
-    for index, value in entries.items():
-        tensor.view(-1)[int(index.removeprefix("_"))] = value
+    tensor.view(-1)[entries] = value
     save_file(weights, path, {"format": "pt"})
 
 
@@ -39,7 +38,7 @@ def change_weights(folder: str, part: str, **entries: float) -> None:
 @pytest.mark.parametrize("flag, value", [("model", math.nan), ("ref_model", math.inf)])
 def test_a_model_that_is_not_finite_is_refused(base, tmp_path, capsys, flag, value):
     model = helpers.tiny_model(tmp_path / "model")
-    change_weights(model, "down_proj", _5=value)
+    change_weights(model, "down_proj", value, slice(5, 6))
     values = variant(base, tmp_path, **{flag: model})
     error = helpers.refused(capsys, helpers.run_here, values)
     assert error.startswith(f"error: --{flag} {model}: its logits are not finite")
@@ -96,7 +95,7 @@ def test_a_reference_that_becomes_nan(
 def test_logits_of_minus_infinity(base, tmp_path, script, changes):
     """A head whose bias masks tokens: they are never sampled, and all numbers are finite."""
     model = helpers.tiny_model(tmp_path / "phi", "phi")
-    change_weights(model, "lm_head.bias", **{f"_{i}": -math.inf for i in range(100, 200)})
+    change_weights(model, "lm_head.bias", -math.inf, slice(100, 200))
     values = variant(base, tmp_path, model=model, total_episodes=16, num_epochs=2, **changes)
     helpers.run_here(values, script)
     rows = metrics_of(values)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import helpers
 import pytest
-from helpers import folder_of, metrics_of, read_lines
+from helpers import ROWS, folder_of, metrics_of, read_lines
 
 import distill
 import grpo
@@ -60,26 +60,22 @@ def files(tmp_path_factory):
     helpers.tiny_model(folder / "chat", chat=True)
     helpers.scalar_folder(str(folder / "qwen2"), folder / "scorer")
     helpers.scalar_folder(str(folder / "qwen2"), folder / "other_vocabulary", tokens=("ab", "12"))
-    (folder / "rewards.py").write_text(REWARDS)
-    (folder / "template.jinja").write_text(helpers.CHAT_TEMPLATE)
-    rows = helpers.ROWS
-    helpers.write_rows(folder / "rows.jsonl", rows)
-    helpers.write_rows(folder / "named.jsonl", [{**row, "verifier": "exact"} for row in rows])
-    as_messages = lambda prompt: [{"role": "user", "content": prompt}]
-    helpers.write_rows(
-        folder / "messages.jsonl", [{**row, "prompt": as_messages(row["prompt"])} for row in rows]
-    )
-    helpers.write_rows(folder / "held_out.jsonl", helpers.HELD_OUT)
-    helpers.write_rows(folder / "pairs.jsonl", PAIRS)
-    helpers.write_rows(
-        folder / "margins.jsonl", [{**row, "margin": 0.5, "subset": "a"} for row in PAIRS]
-    )
-    helpers.write_rows(
-        folder / "other_pairs.jsonl", [{**row, "prompt": f"9{row['prompt']}"} for row in PAIRS[:4]]
-    )
     parts = [{"prob": 0.7, "filepath": "rows.jsonl"}, {"prob": 0.3, "filepath": "held_out.jsonl"}]
-    (folder / "mixture.json").write_text(json.dumps(parts))
-    (folder / "one.json").write_text(json.dumps(parts[:1]))
+    as_messages = lambda prompt: [{"role": "user", "content": prompt}]
+    files = {
+        "rewards.py": REWARDS,
+        "template.jinja": helpers.CHAT_TEMPLATE,
+        "rows.jsonl": ROWS,
+        "named.jsonl": [{**row, "verifier": "exact"} for row in ROWS],
+        "messages.jsonl": [{**row, "prompt": as_messages(row["prompt"])} for row in ROWS],
+        "held_out.jsonl": helpers.HELD_OUT,
+        "pairs.jsonl": PAIRS,
+        "margins.jsonl": [{**row, "margin": 0.5, "subset": "a"} for row in PAIRS],
+        "other_pairs.jsonl": [{**row, "prompt": f"9{row['prompt']}"} for row in PAIRS[:4]],
+        "mixture.json": json.dumps(parts),
+        "one.json": json.dumps(parts[:1]),
+    }
+    helpers.write_files(folder, files)
     return {"@game": helpers.GAME.rpartition(":")[0], "@": f"{folder}/"}
 
 
@@ -185,7 +181,7 @@ def run_once(script: str, values: dict, ranks: int) -> tuple[int, list[str]]:
         else [helpers.Running(values, script=script)]
     )
     try:
-        codes = {running.wait(120).code for running in start}
+        codes = {running.wait().code for running in start}
     finally:
         for running in start:
             running.process.kill()

@@ -61,7 +61,7 @@ def test_all_end_where_one_does(base, tmp_path, long):
         values = {**base, "output_dir": str(tmp_path), "run_name": f"{number}", "shard": shard}
         both = helpers.start_ranks(values, 2, {victim: partial(ends, place, kind)})
         for rank in both:
-            rank.wait(60)
+            rank.wait()
         first = both[victim]
         other = both[1 - victim]
         fault = f"{place} {kind} {victim} {shard}\n{first.err}\n----\n{other.err}"

@@ -15,11 +15,10 @@ from pathlib import Path
 import forked_python
 import helpers
 import pytest
-import torch
 from helpers import assert_same_run, processes_of, steps_of
+from tiny_models import WORLD
 
 from plumbing.run.ranks import Interrupt
-from utils import World
 
 # Sleeps where a file says so, and leaves another one to say that it does.
 SLOW = """
@@ -76,28 +75,27 @@ def wait_for(path: Path, alive) -> None:
 
 
 CONVERSATION = {"reward": "episode", "max_response_length": 20}
-WAITS = {  # flags; whether all processes of the run get the signal, as from Slurm; the signal
-    "reward function": ({"reward": "slow.py:score"}, True, "SIGTERM"),
-    "evaluation": ({"reward": "slow.py:score", "eval_every": 1}, False, "SIGINT"),
-    "environment": ({"environment": "slow.py:Game"} | CONVERSATION, True, "SIGTERM"),
+WAITS = {
+    "reward function": {"reward": "slow.py:score"},
+    "environment": {"environment": "slow.py:Game"} | CONVERSATION,
 }
 
 
 @pytest.mark.parametrize("name", WAITS)
 def test_a_run_that_waits(base, tmp_path, marker, name):
-    """It ends at once, and the run that goes on does not show it: it repeats the rollout, or the
-    evaluation.
+    """It ends at once where all its processes get SIGTERM, as from Slurm; the run that goes on
+    repeats the rollout, and does not show it.
     """
-    changes, all_processes, how = WAITS[name]
+    changes = WAITS[name]
     values = {**base, **changes, "output_dir": str(tmp_path)}
     values |= {key: str(tmp_path / x) for key, x in changes.items() if str(x).startswith("slow.py")}
     marker.touch()
     running = helpers.Running(values)
     wait_for(Path(f"{marker}.reached"), running.process.is_alive)
     marker.unlink()
-    for process in [running.process.pid] + processes_of(running) * all_processes:
+    for process in [running.process.pid, *processes_of(running)]:
         with contextlib.suppress(ProcessLookupError):  # ended by the one before
-            os.kill(process, signal.Signals[how])
+            os.kill(process, signal.SIGTERM)
     assert running.wait(100).code == 75, running.err
     assert steps_of(values) == ["step_0"]
     assert "Traceback" not in running.err and not running.errors, running.err
@@ -155,7 +153,7 @@ def test_torchrun(base, tmp_path):
 def test_a_forked_process_ends_at_once(capfd):
     """Such as those of datasets, which have the handlers of the run; and it says nothing."""
     handled = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    Interrupt(World(0, 1, torch.device("cpu"))).can_save = True
+    Interrupt(WORLD).can_save = True
     fork = multiprocessing.get_context("fork")
     begun = fork.Event()
     child = fork.Process(target=lambda: begun.set() or time.sleep(60))

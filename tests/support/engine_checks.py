@@ -5,6 +5,7 @@ import threading
 import time
 
 import torch
+from helpers import listed
 
 OBSERVATION = [40, 41, 42, 43, 44]  # what an environment says after each turn of `converse`
 
@@ -54,6 +55,19 @@ def alike(one: tuple, other: tuple) -> bool:
             return False
         flipped += response != others
     return flipped <= len(one[0]) // 10
+
+
+def sample(
+    engine, queries, seeds, stop_ids, args, interrupted=lambda: False
+) -> tuple[list[list[int]], list[list[float]]] | None:
+    """Responses of an engine and their log-probabilities; None unless all have ended. Greedy ones
+    without seeds.
+    """
+    ended = []
+    seeds = seeds or [None] * len(queries)
+    end = lambda *response: ended.append(response)
+    engine.generate(queries, seeds, stop_ids, args, interrupted, end)
+    return listed(ended) if len(ended) == len(queries) else None
 
 
 def converse(

@@ -135,6 +135,9 @@ def table(name: str) -> dict:
     return yaml.safe_load((ROOT / "tests/data" / name).read_text())
 
 
+WORKSPACE, SCHEDULE, MOVING, OF_PPO = table("runs.yaml").values()
+
+
 def dialogue(prompt, tokenizer, system_prompt: str = "") -> list[dict]:
     """Return a prompt, text or messages, as messages."""
     rendering = Rendering(tokenizer, system_prompt=system_prompt)
@@ -147,7 +150,7 @@ def render_prompt(prompt, tokenizer, system_prompt: str = "", tools: list | None
     return Rendering(tokenizer, system_prompt=system_prompt).prompt("", messages, tools)
 
 
-def encode_prompt(where: str, prompt, tokenizer, *given, **named) -> tuple[str, list[int]]:
+def encode_prompt(prompt, tokenizer, *given, **named) -> tuple[str, list[int]]:
     """Return a prompt as the text and as the token ids that the model sees."""
     text = render_prompt(prompt, tokenizer, *given, **named)
     return text.shown, encode_texts([text], tokenizer)[0]
@@ -164,39 +167,38 @@ def write_rows(path, rows: list) -> str:
     return str(path)
 
 
+def write_files(folder, files: dict[str, str | list]) -> None:
+    """Write files of rows, or of a text in Latin-1."""
+    for name, content in files.items():
+        if isinstance(content, list):
+            write_rows(folder / name, content)
+        else:
+            (folder / name).write_text(content, encoding="latin-1")
+
+
 def workspace(folder) -> dict:
-    """Flags of a small run (2 prompts x 4 responses a step) in which all of mini-batches, epochs,
-    micro-batches, evaluation and KL occur, with its model, data and reward in a folder.
-    """
+    """Flags of a small run, with its model, data and reward in a folder."""
     folder = Path(folder)
     (folder / "reward.py").write_text(REWARD)
     return {
+        **WORKSPACE,
         "model": tiny_model(folder / "model"),
         "dataset": write_rows(folder / "train.jsonl", ROWS),
         "eval_dataset": write_rows(folder / "held_out.jsonl", HELD_OUT),
         "reward": f"{folder / 'reward.py'}:score",
-        "system_prompt": "",
         "output_dir": str(folder / "runs"),
-        "rollout_batch_size": 2,
-        "group_size": 4,
-        "mini_batch_size": 4,
-        "num_epochs": 2,
-        "total_episodes": 32,
-        "micro_batch_tokens": 40,
-        "gradient_checkpointing": False,
-        "max_response_length": 10,
-        "non_stop_penalty": False,
-        "learning_rate": 3e-3,
-        "kl_coef": 0.1,
-        "eval_every": 2,
-        "eval_samples": 2,
-        "save_every": 2,
     }
 
 
 def variant(base: dict, folder, **changes) -> dict:
     """The flags of a run with other ones, in a folder of its own."""
     return {**base, "output_dir": str(folder), "run_name": "run", **changes}
+
+
+def flags_of(script: str, values: dict) -> dict:
+    """Return those of some flags that a script has."""
+    fields = __import__(script).Args.__dataclass_fields__
+    return {name: value for name, value in values.items() if name in fields}
 
 
 def words(values: dict) -> list[str]:
@@ -470,16 +472,6 @@ def listed(sampled) -> tuple[list[list[int]], list[list[float]]]:
     return [response.tolist() for _, response, _ in in_order], logprobs
 
 
-def sampled_by(engine, queries, seeds, *inputs) -> tuple | None:
-    """Responses and their log-probabilities, as `listed`, of an engine; None unless all have ended.
-    Greedy ones without seeds.
-    """
-    ended = []
-    seeds = seeds or [None] * len(queries)
-    engine.generate(queries, seeds, *inputs, lambda *response: ended.append(response))
-    return listed(ended) if len(ended) == len(queries) else None
-
-
 def run(values: dict, code: int = 0, **options) -> Running:
     """Run to the end, and check the exit code."""
     done = Running(values, **options).wait()
@@ -555,6 +547,19 @@ def run_here(values: dict | list[str], script: str = "grpo") -> None:
         end_processes(*made)
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+def recorded(monkeypatch, owner, name: str) -> list[tuple]:
+    """Return a list that gets (arguments, result) of each call of a function from now on."""
+    calls = []
+    function = getattr(owner, name)
+
+    def call(*args, **options):
+        calls.append((args, function(*args, **options)))
+        return calls[-1][1]
+
+    monkeypatch.setattr(owner, name, call)
+    return calls
 
 
 # ---- what a run left -----------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import torch
 import transformers
 import yaml
 from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 import utils
@@ -19,20 +20,27 @@ transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 
 CPU = torch.device("cpu")
+WORLD = utils.World(0, 1, CPU)  # one process
 TABLE = yaml.safe_load((Path(__file__).parents[1] / "data/tiny_models.yaml").read_text())
 SMALL = TABLE["shapes"]["small"]
 FAMILIES = TABLE["families"]
 
 
-def make_tokenizer(**options):
-    """One token a byte. AutoTokenizer opens every folder with a Qwen2 model as Qwen2Tokenizer, so
-    this is one.
+def make_tokenizer(puts_bos: bool = False, **options):
+    """One token a byte; it may put its BOS before every text. AutoTokenizer opens every folder with
+    a Qwen2 model as Qwen2Tokenizer, so this is one.
     """
     tokens = ["<pad>", "<eos>", "<unk>"] + sorted(ByteLevel.alphabet())
     special = dict(pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", padding_side="left")
-    return transformers.Qwen2Tokenizer(
+    tokenizer = transformers.Qwen2Tokenizer(
         vocab={t: i for i, t in enumerate(tokens)}, merges=[], **special | options
     )
+    if puts_bos:
+        bos = tokenizer.bos_token
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, tokenizer.bos_token_id)]
+        )
+    return tokenizer
 
 
 def random_model(family: str, seed: int = 0, **changes):
@@ -86,4 +94,4 @@ def tokenizer():
 
 @pytest.fixture
 def world():
-    return utils.World(0, 1, CPU)
+    return WORLD
