@@ -88,8 +88,8 @@ def table() -> dict[str, tuple[int, int]]:
     plumbing = [path for path in ROOT.glob("plumbing/**/*.py") if path.read_text()]
     everything = ("*.py", "plumbing/**/*.py", "extras/**/*.py", "scripts/**/*.py", "assets/**/*.py")
     rows = {
-        "Python outside tests, tokens": (tokens(*everything), 108_460),
-        "plumbing/, tokens": (tokens("plumbing/**/*.py"), 43_840),
+        "Python outside tests, tokens": (tokens(*everything), 108_810),
+        "plumbing/, tokens": (tokens("plumbing/**/*.py"), 44_110),
         "extras/, tokens": (tokens("extras/**/*.py"), 24_300),
         "plumbing/, files": (len(plumbing), 37),
         "plumbing/, files outside of its folders": (
