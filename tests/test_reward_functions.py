@@ -1,6 +1,6 @@
 """Functions from users' files: the forms in which they are called, and what they may return."""
 
-import asyncio  # noqa: F401, of a case
+import asyncio
 import json
 import math
 from pathlib import Path
@@ -26,6 +26,15 @@ FORMS = Path(__file__).with_name("data") / "reward_functions.txt"
 def lengths(responses: list, as_expected: bool = True) -> list[int]:
     assert as_expected
     return list(map(len, responses))
+
+
+TOGETHER = asyncio.Barrier(2)
+
+
+async def async_together(solution_str: str, **_) -> int:
+    """Ends only if the calls for both responses run side by side."""
+    await asyncio.wait_for(TOGETHER.wait(), 60)
+    return len(solution_str)
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ def score_by(
     given: dict[str, Any] = {"turns": turns} if turns else {}
     if "solution_str" in parameters:
         rows = [dict(zip(columns, values)) for values in zip(*columns.values())]
-        results = [
+        results: Any = [
             call(
                 function,
                 {},
@@ -99,6 +99,8 @@ def score_by(
             )
             for response, row in zip(responses, rows)
         ]
+        if all(map(inspect.iscoroutine, results)):
+            results = at_once(results)
     elif TRL & parameters.keys():
         # As there, the response to a list of messages is one, too, as is one of several turns.
         columns = dict(columns)
@@ -118,6 +120,8 @@ def score_by(
         if "responses" not in accepted(function, given):
             raise TypeError(f"no parameter gets the responses: {', '.join(parameters)}")
         results = call(function, columns, prompts=prompts, **given)
+    if inspect.iscoroutine(results):
+        results = runner.run(results)
     if isinstance(results, (str, dict, set)):
         raise TypeError(f"returned a {type(results).__name__}, not a list of numbers")
     results = list(results)
@@ -128,14 +132,16 @@ def score_by(
 
 
 def call(function: Callable, columns: dict, /, **given):
-    """Call a function, which may be asynchronous, with those columns and named arguments that it
-    accepts.
-    """
+    """Call a function with those columns and named arguments that it accepts."""
     named = accepted(function, columns | given)
     for name in columns.keys() & given.keys() & named.keys():
         raise TypeError(f"the rows have a column {name!r}, the name of another argument: rename it")
-    result = function(**named)
-    return runner.run(result) if inspect.iscoroutine(result) else result
+    return function(**named)
+
+
+async def at_once(coroutines: list) -> list:
+    """Return the results of coroutines that run side by side."""
+    return await asyncio.gather(*coroutines)
 
 
 def numbers_of(result) -> dict[str, float]:
