@@ -17,6 +17,7 @@ from dataclasses import replace
 import engine_checks
 import forked_python
 import helpers
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -260,7 +261,8 @@ def test_a_server_teaches(engine, running, top_k):
     rows = Dataset.from_dict({"query": [20], "teacher_query": [20]})
     queries = prompts(4)
     samples = [
-        Sample({"query": query, "teacher_query": []}, query[5:], {}, True) for query in queries
+        Sample({"query": query, "teacher_query": []}, np.array(query[5:]), {}, stopped=True)
+        for query in queries
     ]
     ServedTeacher(args, tokenizer, rows).ask(samples, WORLD, lambda: False)
     for query, sample in zip(queries, samples):

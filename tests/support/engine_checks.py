@@ -145,7 +145,7 @@ def sync_in_flight(engine, model, queries, args) -> tuple[float, float, int]:
     assert len(ended) == len(queries), getattr(engine, "failure", "")
     for place, response, outputs in ended:
         given = torch.tensor(outputs["rollout_logprobs"])
-        steps = torch.tensor(outputs["policy_steps"])
+        steps = torch.tensor(outputs["policy_steps"]).int()
         assert len(steps) == len(given) == len(response) and (steps.diff() >= 0).all()
         for step in steps.unique():
             for later in (0, 1):
