@@ -109,7 +109,8 @@ def read_run(folder: str, name: str, count: int) -> dict:
         rows = [{"step": 0, **scores}]
     if not rows and not facts:
         raise ValueError(f"{folder} has no args.json and no metrics.jsonl with a whole line")
-    names = dict.fromkeys(name for row in rows for name in row if name not in ("step", "episode"))
+    known = (name for row in rows for name, x in row.items() if x is not None)
+    names = [name for name in dict.fromkeys(known) if name not in ("step", "episode")]
     size = SAMPLE_BYTES // 2 // count  # of training, and as much of evaluations
     samples = read_samples(folder, "samples.jsonl", size)
     tokens = read_samples(folder, "tokens.jsonl", TOKEN_BYTES // count)
