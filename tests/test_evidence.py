@@ -7,6 +7,8 @@ import json
 import re
 import shlex
 import subprocess
+from itertools import groupby
+from operator import itemgetter
 
 import numpy as np
 import pytest
@@ -120,6 +122,17 @@ def figures_of_variants():
         yield "docs/rollouts.md", f"| {' | '.join(cells)} |"
 
 
-@pytest.mark.parametrize("page, text", [*figures_of_runs(), *figures_of_variants()])
+def figures_of_memory():
+    """As `figures_of_runs`: the rows of a table. What scripts/memory.py does not follow is empty."""
+    lines = (ROOT / "results/memory.md").read_text()
+    found = re.findall(r"^- (.*), \S+:(?:.* needed)? ?([\d.]*)", lines, re.MULTILINE)
+    for _, cells in groupby(found, itemgetter(0)):
+        row = f"| {' | '.join(gb for _, gb in cells)} |"
+        yield "docs/models_and_memory.md", " ".join(row.split())
+
+
+@pytest.mark.parametrize(
+    "page, text", [*figures_of_runs(), *figures_of_variants(), *figures_of_memory()]
+)
 def test_a_page_has_the_figures_of_results(page, text):
     assert text in " ".join((ROOT / page).read_text().split())
