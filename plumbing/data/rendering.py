@@ -118,9 +118,7 @@ class Rendering:
             conversation = [*messages, turn]
             write = functools.partial(apply_template, self.tokenizer, tools=tools)
             with as_user_error(f"{where}: the chat template of --model"):
-                whole = write(conversation)
-                if "tool_calls" in turn:
-                    shown(write, conversation)
+                whole = shown(write, conversation) if "tool_calls" in turn else write(conversation)
                 text = whole.removeprefix(query.text)
                 if text == whole:  # it has changed earlier turns, or does not begin this one so
                     header = query.text.removeprefix(write(messages))
