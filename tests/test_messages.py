@@ -47,7 +47,7 @@ def tokenizer_of(template: str):
         unk_token=None,
     )
     tokenizer.add_tokens("<|im_start|> <tool_call> </tool_call> <think> </think>".split())
-    tokenizer.chat_template = (TEMPLATES / f"{template}.jinja").read_text()
+    tokenizer.chat_template = TABLE.get(template) or (TEMPLATES / f"{template}.jinja").read_text()
     return tokenizer
 
 

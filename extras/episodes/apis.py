@@ -52,11 +52,11 @@ def messages_to_chat(body: dict) -> dict:
     turns = body["messages"]
     if system := request.pop("system", None):
         turns = [{"role": "system", "content": system}, *turns]
-    # An answer would go on in the assistant's last turn, which is refused by this name.
-    request["continue_final_message"] = turns[-1]["role"] == "assistant"
     request["messages"] = []
     for turn in turns:
         add_turn(request["messages"], turn)
+        # An answer would go on in the assistant's last turn, which is refused by this name.
+        request["continue_final_message"] = turn["role"] == "assistant"
     request["tools"] = [
         {
             "type": "function",

@@ -198,7 +198,8 @@ def read_prompt(where: str, row: dict, column: str):
     Messages end with the assistant's turn if the row has it there.
     """
     for name, value in row.items():
-        is_file = isinstance(value, dict) and "bytes" in value  # as `datasets` stores it
+        # As `datasets` stores a file.
+        is_file = isinstance(value, dict) and isinstance(value.get("bytes"), str | bytes)
         if is_file or (name in MEDIA and is_filled(value)):
             raise UserError(
                 f"{where}: has {name}, and only text is read; without it, remove the column"

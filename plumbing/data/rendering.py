@@ -79,7 +79,7 @@ class Rendering:
         """
         if not messages:
             raise UserError(f"{where} prompt: has no turn before that of the assistant")
-        if not messages[-1]["content"].strip() and messages[-1]["role"] == "user":
+        if not messages[-1]["content"].strip() and messages[-1]["role"] in ("user", "system"):
             raise UserError(f"{where}: the last turn of the prompt is empty")
         if self.has_template:
             # The template has written the special tokens.
@@ -118,18 +118,18 @@ class Rendering:
             conversation = [*messages, turn]
             write = functools.partial(apply_template, self.tokenizer, tools=tools)
             with as_user_error(f"{where}: the chat template of --model"):
-                whole = write(conversation)
-                if "tool_calls" in turn:
-                    shown(write, conversation)
-            text = whole.removeprefix(query.text)
-            if text == whole:  # it has changed earlier turns, or does not begin this one so
-                header = query.text.removeprefix(write(messages))
-                text = whole.rpartition(header or whole)[2]
+                whole = shown(write, conversation) if "tool_calls" in turn else write(conversation)
+                text = whole.removeprefix(query.text)
+                if text == whole:  # it has changed earlier turns, or does not begin this one so
+                    header = query.text.removeprefix(write(messages))
+                    conversation[-2] = conversation[-2] | {"content": "LAST-TEXT."}
+                    behind = write(conversation).rpartition("LAST-TEXT.")[2]
+                    text = behind.partition(header or whole)[2]
             stops = [stop for stop in self.stops if stop in text]
             end = min((text.index(stop) + len(stop) for stop in stops), default=len(text.rstrip()))
             response = Text(where, text[:end], is_learned=True, before=query.text)
             parts = said(turn, thoughts=True)
-            if text != whole and all(occurs(part, response.shown) for part in parts):
+            if all(occurs(part, response.shown) for part in parts):
                 return response
         if others := turn.keys() - {"role", "content"}:
             raise UserError(
@@ -242,7 +242,10 @@ def shown(write: Callable[[list[dict]], str], messages: list[dict]) -> str:
         if len(turn["content"].strip()) in range(1, 8):
             turn = turn | {"content": f"TEXT-{number}."}
         calls = [
-            with_changes(call, name=f"CALL-{number}-{i}.")
+            # Kimi's template writes no name but that in the id, functions.NAME:0.
+            call
+            if call["function"]["name"] in call.get("id", "")
+            else with_changes(call, name=f"CALL-{number}-{i}.")
             for i, call in enumerate(turn.get("tool_calls", ()))
         ]
         marked.append(turn | {"tool_calls": calls} if calls else turn)

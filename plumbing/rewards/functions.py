@@ -18,9 +18,10 @@ import inspect
 import math
 import traceback
 from collections.abc import Callable, Sequence
+from numbers import Real
 from statistics import fmean
 from types import SimpleNamespace
-from typing import Any, SupportsFloat
+from typing import Any
 
 from plumbing.processes import accepted, load_function
 
@@ -88,19 +89,19 @@ def score_by(
     given: dict[str, Any] = {"turns": turns} if turns else {}
     if "solution_str" in parameters:
         rows = [dict(zip(columns, values)) for values in zip(*columns.values())]
-        results: Any = [
-            call(
-                function,
-                {},
-                solution_str=response,
-                ground_truth=row["answer"],
-                data_source=row.get("data_source"),
-                extra_info=row.get("extra_info") or {},
-            )
-            for response, row in zip(responses, rows)
-        ]
-        if all(map(inspect.iscoroutine, results)):
-            results = at_once(results)
+        results: Any = at_once(
+            [
+                call(
+                    function,
+                    {},
+                    solution_str=response,
+                    ground_truth=row["answer"],
+                    data_source=row.get("data_source"),
+                    extra_info=row.get("extra_info") or {},
+                )
+                for response, row in zip(responses, rows)
+            ]
+        )
     elif TRL & parameters.keys():
         # As there, the response to a list of messages is one, too, as is one of several turns.
         columns = dict(columns)
@@ -139,19 +140,23 @@ def call(function: Callable, columns: dict, /, **given):
     return function(**named)
 
 
-async def at_once(coroutines: list) -> list:
-    """Return the results of coroutines that run side by side."""
-    return await asyncio.gather(*coroutines)
+async def at_once(results: list) -> list:
+    """Return results, after those that are coroutines have run side by side."""
+
+    async def end(result):
+        return await result if inspect.iscoroutine(result) else result
+
+    return await asyncio.gather(*map(end, results))
 
 
 def numbers_of(result) -> dict[str, float]:
     """Return the numbers of what a function returned for a response."""
     named = result if isinstance(result, dict) else {"score": result}
     score = math.nan if named["score"] is None else float(named["score"])
-    # A tensor of one number is one.
-    numbers = {
-        name: float(x)
-        for name, x in named.items()
-        if isinstance(x, SupportsFloat) and math.prod(getattr(x, "shape", ())) == 1
-    }
+    numbers = {}
+    for name, x in named.items():
+        if math.prod(getattr(x, "shape", (0,))) == 1:  # a tensor of one number is one
+            x = x.item()
+        if isinstance(x, Real):
+            numbers[name] = float(x)
     return numbers | {"score": score}
