@@ -132,16 +132,11 @@ def test_samples_are_read_line_by_line(tmp_path):
 def test_samples_have_their_tokens(tmp_path, monkeypatch):
     """Of evenly spread steps, as many as the page has room for; also of a folder of evaluate.py."""
     run = make_group(tmp_path / "a", 6)
-    size = lambda name: (tmp_path / "a" / name).stat().st_size
-    monkeypatch.setattr(report, "SAMPLE_BYTES", 4 * size("samples.jsonl") / 1.5)
-    monkeypatch.setattr(report, "TOKEN_BYTES", 2 * size("tokens.jsonl") / 3)
-    samples = report.read_run(run, "a", 2)["samples"]  # of two runs that share the room
-    assert [(row["step"], bool(row["tokens"])) for row in samples[::4]] == [
-        (2, False),
-        (4, True),
-        (6, True),
-    ]
-    assert all(row["tokens"]["advantages"][0] == row["advantage"] for row in samples[4:])
+    monkeypatch.setattr(report, "SAMPLE_BYTES", 6400)  # of two runs, and of evaluations
+    monkeypatch.setattr(report, "TOKEN_BYTES", 4000)
+    samples = report.read_run(run, "a", 2)["samples"]
+    assert [row["step"] for row in samples if row["tokens"]] == [4] * 4 + [6] * 4
+    assert len(samples) == 12 and samples[4]["tokens"]["advantages"] == [-1, -1, None, -1]
     for name in ("samples.jsonl", "tokens.jsonl"):
         rows = read_lines(tmp_path / "a" / name)[:4]
         write_rows(tmp_path / "a" / name, [row for row in rows if row.pop("step")])

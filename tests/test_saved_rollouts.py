@@ -111,7 +111,6 @@ def test_contexts_of_an_agent(tmp_path):
     ]
     batch = Batch.from_samples(samples, CPU)
     assert batch.tokens["policy_steps"].tolist() == [[1, 0, 1], [0, 0, 0]]
-    assert batch.response_mask.tolist() == [[True, False, True], [True, False, False]]
     sampler = FileSampler(
         args=SimpleNamespace(rollouts_from=""),
         folder=tmp_path,
