@@ -40,6 +40,7 @@ from extras.vllm.sampling import VllmSampling, sent_weights
 from plumbing import cli
 from plumbing.models import forward, loading, sharding
 from plumbing.models import tokenizer as tokenizers
+from plumbing.models.config import load_config
 from plumbing.models.sharding import base_weights, merged
 from plumbing.rewards.sources import kind_of
 from plumbing.rollout import engines
@@ -262,7 +263,7 @@ def shorten(args, gpus, folder):
         shard=args.shard.replace("auto", "fsdp" if gpus > 1 else "none"),
     )
     # transformers multiplies experts in the format of their weights, torch's fake tensors in bf16.
-    config = AutoConfig.from_pretrained(args.model).get_text_config().to_dict()
+    config = load_config("--model", args.model).get_text_config().to_dict()
     has_experts = any(value for name, value in config.items() if "experts" in name)
     if has_experts and args.shard == "none" and not given["lora_rank"]:
         raise utils.UserError("--model: scripts/memory.py follows experts with --shard fsdp only")

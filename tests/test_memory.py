@@ -159,3 +159,4 @@ def test_memory_counts_what_torch_allocates(tmp_path):
         done.stdout + done.stderr
     )
     assert done.stderr.count("error: ") == 6 and "Traceback" not in done.stderr
+    assert "--model nobody/none: " in done.stderr

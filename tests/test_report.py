@@ -106,11 +106,11 @@ def test_a_folder_of_metrics_alone_and_folders_without(tmp_path, capsys):
     assert not (tmp_path / "b.html").exists()
 
 
-@pytest.mark.parametrize("size, steps", [(10**6, range(1, 13)), (2000, [4, 8, 12]), (1, [8, 12])])
+@pytest.mark.parametrize("size, steps", [(10**6, range(1, 12)), (2000, [4, 8, 11]), (1, [8, 11])])
 def test_samples_are_left_out_by_whole_steps(tmp_path, size, steps):
     """Evenly, and never the last step; a page of a long run stays small."""
     rows = [
-        {"step": step, "prompt": "x" * 200, "place": i} for step in range(1, 13) for i in (0, 1)
+        {"step": step, "prompt": "x" * 200, "place": i} for step in range(1, 12) for i in (0, 1)
     ]
     write_rows(tmp_path / "samples.jsonl", rows)
     kept = report.read_samples(str(tmp_path), "samples.jsonl", size)
@@ -132,12 +132,11 @@ def test_samples_are_read_line_by_line(tmp_path):
 def test_samples_have_their_tokens(tmp_path, monkeypatch):
     """Of evenly spread steps, as many as the page has room for; also of a folder of evaluate.py."""
     run = make_group(tmp_path / "a", 6)
-    monkeypatch.setattr(
-        report, "TOKEN_BYTES", int((tmp_path / "a/tokens.jsonl").stat().st_size / 1.8)
-    )
-    samples = [row for row in report.read_run(run, "a", 1)["samples"] if row["tokens"]]
-    assert [row["step"] for row in samples] == [step for step in (2, 4, 6) for _ in range(4)]
-    assert all(row["tokens"]["advantages"][0] == row["advantage"] for row in samples)
+    monkeypatch.setattr(report, "SAMPLE_BYTES", 6400)  # of two runs, and of evaluations
+    monkeypatch.setattr(report, "TOKEN_BYTES", 4000)
+    samples = report.read_run(run, "a", 2)["samples"]
+    assert [row["step"] for row in samples if row["tokens"]] == [4] * 4 + [6] * 4
+    assert len(samples) == 12 and samples[4]["tokens"]["advantages"] == [-1, -1, None, -1]
     for name in ("samples.jsonl", "tokens.jsonl"):
         rows = read_lines(tmp_path / "a" / name)[:4]
         write_rows(tmp_path / "a" / name, [row for row in rows if row.pop("step")])
@@ -147,7 +146,8 @@ def test_samples_have_their_tokens(tmp_path, monkeypatch):
     run = report.read_run(run, "a", 1)
     assert run["metrics"] == {"eval/avg@4": [0.5]} and run["finished"]
     assert run["args"] == {"reward": ["http://c"]}
-    assert [row["tokens"]["sample"] for row in run["samples"]] == [0, 1, 2, 3]
+    samples = [(row["step"], row["tokens"]["sample"]) for row in run["samples"]]
+    assert samples == [(0, 0), (0, 1), (0, 2), (0, 3)]
 
 
 def test_watch_writes_the_page_until_the_run_has_ended(tmp_path, monkeypatch):

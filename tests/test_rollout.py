@@ -459,7 +459,8 @@ def test_rollout_lays_out_the_batch(setting):
         query = sample.row["query"]
         stops = sampler.stop_ids
         response, logprobs = one_by_one(sampler.model, query, numbers[i], stops, sampler.args)
-        assert sample.response.tolist() == response
+        assert sample.response.tolist() == response and sample.response.dtype == np.int32
+        assert sample.outputs["rollout_logprobs"].base is None  # which would hold all rows
         padding = [0.0] * (widest - len(response))
         assert batch.tokens["rollout_logprobs"][i].tolist() == pytest.approx(
             logprobs + padding, abs=1e-5

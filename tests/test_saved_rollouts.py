@@ -104,12 +104,13 @@ def test_what_is_refused(saved, tmp_path, capsys, again, changes, message):
 def test_contexts_of_an_agent(tmp_path):
     row = {"prompt": "a", "query": [5], "answer": "b"}
     tokens, values = np.array([4, 5, 6], np.int32), np.array([1, 0, 1], np.float32)
-    outputs = {"rollout_logprobs": -values, "response_mask": values}
+    outputs = dict(rollout_logprobs=-values, response_mask=values, policy_steps=values)
     samples = [
         Sample({**row, "prompt": "c", "query": [6, 7]}, tokens, outputs, False, starts=[2]),
         Sample(row, tokens[:1], {"rollout_logprobs": -values[:1]}, True, text="d"),
     ]
     batch = Batch.from_samples(samples, CPU)
+    assert batch.tokens["policy_steps"].tolist() == [[1, 0, 1], [0, 0, 0]]
     sampler = FileSampler(
         args=SimpleNamespace(rollouts_from=""),
         folder=tmp_path,

@@ -17,7 +17,7 @@ function showScale(samples) {
   $("scale").hidden = !value;
   [$("lowest").textContent, $("highest").textContent] = [format(-scale), format(scale)];
   const meaning = scale ? title || "orange: below 0; blue: above 0." : "none: 0 at each of these tokens.";
-  $("meaning").textContent = known.length ? meaning : "none: these responses have no such number. Nothing trains on an evaluation.";
+  $("meaning").textContent = known.length ? meaning : `none: these responses have no such number${samples[0].held_out ? ", as nothing trains on an evaluation" : ""}.`;
   return value && (scale || 1);
 }
 

@@ -239,7 +239,8 @@ class Sampler:
             )
             for place, response, outputs in sampled:
                 self.decoding.count_cached(len(queries[start + place]), len(response))
-                arrays = {name: x.cpu().numpy() for name, x in outputs.items()}
+                # Copies: a view on a CPU would hold what the decode loop has of all rows.
+                arrays = {name: x.cpu().numpy().copy() for name, x in outputs.items()}
                 yield start + place, response.int().cpu().numpy(), arrays
             interrupted()  # takes the time of the last pass
 
