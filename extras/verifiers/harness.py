@@ -187,7 +187,7 @@ def ask(key: Any, /, *arguments: Any, **named: Any):
         if issubclass(raised, StopIteration) and key != "next":
             raised = RuntimeError
         raise raised(*reasons)
-    # What they hold may have another name.
+    # What is in a changed argument may have another name.
     lost.extend(new for new in changed if isinstance(new, (list, tuple, dict)))
     for old, new in zip([*arguments, *named.values()], changed):
         if hasattr(type(old), "clear"):  # such as a list's
