@@ -116,7 +116,7 @@ def code(response: str, answer: Any, seconds: float = 24.0) -> float:
     ]
     changed = []
     # What can tell an object from a copy of it.
-    more_than_values = re.findall(r"\b(is|id|type|callable|global|__\w+__)\b", tests.asserts)
+    more_than_values = re.findall(r"\b(is|id|type|callable|__\w+__)\b", tests.asserts)
     for node in ast.walk(ast.parse(tests.asserts)):
         match node:
             case (

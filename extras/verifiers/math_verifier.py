@@ -176,7 +176,7 @@ Several answers, reasons, introductions up to "is", words that change nothing
 ,?␣\(?(?:because|since|which|not|non)\b.*|,␣it\b.*|不是.*|[,(]␣?(?:as|by|attained|achieved)\b.* →
 ,?␣for␣(?:any|all|every|some)\b.*|(?<=[a-z}]),?␣where\b.* →
 (?i)\b(?:must|will|would|should|to)␣be\b|\bequals\b|\bis␣equal␣to\b →is
-^(\D*[^,]*[\d})])␣is␣(?=[^A-Za-z]*\d) →\1=
+^([^,]*[\d})])␣is␣(?=[^A-Za-z]*\d) →\1=
 (?i)^[^\d;=\\]*?(?:\b(?:is|are|was|has|have|gives?|gets?)\b|[:：])[\s:]* →
 (?i)\b(?:the|an|a(?=␣\w\w)|of|it(?:'s)?|so|us|we|there|any|all|each|at|exactly|approximately|find)\b[␣,]* →
 (?i)\b(?:total|result|answer|option|choice|left|old|long|thus|hence|therefore)\b[␣,]* →
@@ -186,7 +186,7 @@ Several answers, reasons, introductions up to "is", words that change nothing
 """
 TIDY = [re.split(" *→", line) for line in SPELLINGS.replace("␣", " ").splitlines() if "→" in line]
 # Such as (C) 42.
-CHOICE = re.compile(r"^\(?([A-Z])(?:\)|[.:。]) +(?!\(?[A-Z]\b)(.+)")
+CHOICE = re.compile(r"^\(?([A-Z])(?:\)|[.:]) +(?!\(?[A-Z]\b)(.+)")
 # Words, which make another answer: four letters, other scripts, "or", dots, and a base as in 12_3.
 WORD = re.compile(
     r"(?<![\\A-Za-z_{])[^\W\d_]{4,}|(?:(?!\d)[\u0590-\u1fff\u3040-\ud7ff])+|\b(?:or|and)\b|\\[lc]?dots|(?<=\d)_\w+"
