@@ -40,6 +40,7 @@ set and its number among n: neither ranks nor --generation_batch_size change the
 
 import json
 import math
+import os
 import types
 from dataclasses import asdict
 from pathlib import Path
@@ -197,7 +198,8 @@ def wilson_interval(share: float, trials: int) -> dict[str, float]:
     centre = share + z**2 / (2 * trials)
     half = z * math.sqrt(share * (1 - share) / trials + (z / (2 * trials)) ** 2)
     scale = 1 + z**2 / trials
-    return {"low": (centre - half) / scale, "high": (centre + half) / scale}
+    # Rounding may put an end outside of the range of a share.
+    return {"low": max(0.0, (centre - half) / scale), "high": min(1.0, (centre + half) / scale)}
 
 
 def measure(table: pandas.DataFrame, n: int, columns: list[str]) -> dict[str, dict]:
@@ -321,6 +323,8 @@ def main(args: Args) -> None:
         "git_commit": git_commit(),
     }
     if world.main:
+        if folder.exists():  # by another evaluation of this name: the samples have taken hours
+            folder = folder.with_name(f"{name}-{os.getpid()}")
         folder.mkdir()
         append(folder / "samples.jsonl", map(as_logged, table.to_dict("records")))
         if args.log_tokens:

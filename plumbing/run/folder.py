@@ -112,13 +112,16 @@ def open_folder(origin: Origin, args: OutputArgs, script: str, ranks: int, step:
     """Make the run's folder, or bring an old folder to the state of its checkpoint; write args.json.
     For rank 0 alone.
 
+    Raises a UserError if another run of this name has begun since `find_origin`.
+
     Args:
         ranks: number of ranks. step: step of the checkpoint; 0 for a new run.
     """
     folder = origin.folder
-    if not os.path.exists(folder):
-        os.makedirs(folder)
-        lock(folder)
+    # Another run of this name may have begun while this one loaded its models.
+    with as_user_error(f"--run_name {os.path.basename(folder)}"):
+        os.makedirs(folder, exist_ok=args.resume)
+    lock(folder)
     for unfinished in Path(folder).glob("checkpoints/.*"):
         shutil.rmtree(unfinished)
     # Later steps are run again. The row of the checkpoint's step, and the samples of its evaluation,
