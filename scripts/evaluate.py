@@ -271,7 +271,7 @@ def main(args: Args) -> None:
         ).requires_grad_(False)
         check_decodes(f"--model {args.model}", model, "--backend vllm")
     reward_sources.load_models(args, precision)
-    interrupt = Interrupt(world)
+    interrupt = Interrupt(world, __file__)
     sampler = Sampler(
         generate=grpo.generate,
         model=model,

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from plumbing.cli import OutputArgs
+from plumbing.cli import OutputArgs, RunArgs
 from plumbing.run.checkpoints import checkpoint_folders
 from plumbing.run.log import read_args, read_log, replace_file
 from utils import ROOT, VERSION, UserError, as_user_error, warn
@@ -108,7 +108,7 @@ def as_json(args: OutputArgs) -> dict:
     return json.loads(json.dumps(asdict(args)))
 
 
-def open_folder(origin: Origin, args: OutputArgs, script: str, ranks: int, step: int) -> None:
+def open_folder(origin: Origin, args: RunArgs, script: str, ranks: int, step: int) -> None:
     """Make the run's folder, or bring an old folder to the state of its checkpoint; write args.json.
     For rank 0 alone.
 
