@@ -195,11 +195,14 @@ def wilson_interval(share: float, trials: int) -> dict[str, float]:
     Newcombe 1998, doi:10.1002/(SICI)1097-0258(19980430)17:8<857::AID-SIM777>3.0.CO;2-E, method 3).
     """
     z = 1.959964
-    centre = share + z**2 / (2 * trials)
-    half = z * math.sqrt(share * (1 - share) / trials + (z / (2 * trials)) ** 2)
-    scale = 1 + z**2 / trials
-    # Rounding may put an end outside of the range of a share.
-    return {"low": max(0.0, (centre - half) / scale), "high": min(1.0, (centre + half) / scale)}
+    right = trials * share
+    half = z * math.sqrt(z**2 / 4 + right * (1 - share))
+    scale = trials + z**2
+    # Added in this order, no end is below 0 or above 1.
+    return {
+        "low": (right + (z**2 / 2 - half)) / scale,
+        "high": (right + (z**2 / 2 + half)) / scale,
+    }
 
 
 def measure(table: pandas.DataFrame, n: int, columns: list[str]) -> dict[str, dict]:

@@ -129,9 +129,7 @@ def reported(tmp_path, monkeypatch):
 def test_the_folder_of_a_run_is_no_model(tmp_path, capsys):
     (tmp_path / "args.json").write_text("{}")
     line = refused(capsys, read_tokenizer, "--model", str(tmp_path))
-    assert line.endswith(
-        "has no config.json, as a model's folder has; a run leaves its model in final/"
-    )
+    assert line.endswith("is the folder of a run, which leaves its model in final/")
 
 
 def test_tokenizer_json_is_read_where_tekken_json_is_beside_it(tmp_path, reported, capsys):

@@ -3,7 +3,6 @@ models share a vocabulary.
 """
 
 import functools
-import glob
 import json
 import os
 import re
@@ -85,10 +84,8 @@ def read_tokenizer(flag: str, name: str) -> PreTrainedTokenizerBase:
         if name.count("/") > 1:
             raise UserError(f"{flag} {name}: there is no such folder")
         go_offline_if_unreachable()
-    elif not glob.glob(f"{glob.escape(name)}/*config.json"):
-        raise UserError(
-            f"{flag} {name}: has no config.json, as a model's folder has; a run leaves its model in final/"
-        )
+    elif "args.json" in os.listdir(name):
+        raise UserError(f"{flag} {name}: is the folder of a run, which leaves its model in final/")
     with as_user_error(f"{flag} {name}"):
         # mistral_format: a library without chat templates would read tekken.json.
         tokenizer = transformers.AutoTokenizer.from_pretrained(

@@ -9,7 +9,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections import deque
 from dataclasses import dataclass
 from types import FrameType
@@ -126,8 +125,9 @@ class Interrupt:
         os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
-        files = (each.f_code.co_filename for each, _ in traceback.walk_stack(frame))
-        if signum == signal.SIGINT and self.script not in files:  # in a notebook, after the run
+        while frame and frame.f_code.co_filename != self.script:
+            frame = frame.f_back
+        if signum == signal.SIGINT and not frame:  # in a notebook, after the run
             raise KeyboardInterrupt
         if self.requested and signum == signal.SIGINT:
             os._exit(128 + signum)
