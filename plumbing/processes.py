@@ -310,6 +310,18 @@ async def run_all(calls: Iterable[Coroutine], ended: Callable[[], bool]) -> None
         await asyncio.gather(results, *tasks, return_exceptions=True)
 
 
+def run_until_done(work: Coroutine) -> Any:
+    """Return what a coroutine returns, as asyncio.run does; also where this thread runs an event
+    loop, as that of a notebook does.
+    """
+    outer = asyncio._get_running_loop()
+    asyncio._set_running_loop(None)
+    try:
+        return asyncio.run(work)
+    finally:
+        asyncio._set_running_loop(outer)
+
+
 class EventLoop:
     """An event loop in a thread of its own. All threads may use it."""
 

@@ -40,6 +40,7 @@ set and its number among n: neither ranks nor --generation_batch_size change the
 
 import json
 import math
+import os
 import types
 from dataclasses import asdict
 from pathlib import Path
@@ -194,10 +195,14 @@ def wilson_interval(share: float, trials: int) -> dict[str, float]:
     Newcombe 1998, doi:10.1002/(SICI)1097-0258(19980430)17:8<857::AID-SIM777>3.0.CO;2-E, method 3).
     """
     z = 1.959964
-    centre = share + z**2 / (2 * trials)
-    half = z * math.sqrt(share * (1 - share) / trials + (z / (2 * trials)) ** 2)
-    scale = 1 + z**2 / trials
-    return {"low": (centre - half) / scale, "high": (centre + half) / scale}
+    right = trials * share
+    half = z * math.sqrt(z**2 / 4 + right * (1 - share))
+    scale = trials + z**2
+    # Added in this order, no end is below 0 or above 1.
+    return {
+        "low": (right + (z**2 / 2 - half)) / scale,
+        "high": (right + (z**2 / 2 + half)) / scale,
+    }
 
 
 def measure(table: pandas.DataFrame, n: int, columns: list[str]) -> dict[str, dict]:
@@ -269,7 +274,7 @@ def main(args: Args) -> None:
         ).requires_grad_(False)
         check_decodes(f"--model {args.model}", model, "--backend vllm")
     reward_sources.load_models(args, precision)
-    interrupt = Interrupt(world)
+    interrupt = Interrupt(world, __file__)
     sampler = Sampler(
         generate=grpo.generate,
         model=model,
@@ -321,6 +326,8 @@ def main(args: Args) -> None:
         "git_commit": git_commit(),
     }
     if world.main:
+        if folder.exists():  # by another evaluation of this name: the samples have taken hours
+            folder = folder.with_name(f"{name}-{os.getpid()}")
         folder.mkdir()
         append(folder / "samples.jsonl", map(as_logged, table.to_dict("records")))
         if args.log_tokens:

@@ -514,7 +514,7 @@ def test_what_stops_encoding_is_one_line(tokenizer, tmp_path, capfd, monkeypatch
     They are forked from a run, with its handlers, and end as datasets ends them, by SIGTERM.
     """
     handled = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    Interrupt(WORLD).can_save = True
+    Interrupt(WORLD, __file__).can_save = True
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     rows = [{"prompt": f"{i}+1=", "answer": "1"} for i in range(2000)]

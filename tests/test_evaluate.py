@@ -4,6 +4,7 @@ import importlib
 import json
 import math
 import statistics
+from pathlib import Path
 
 import helpers
 import pandas
@@ -56,6 +57,9 @@ def test_intervals():
         {"value": 0, "se": None, "low": 0, "high": 0.4899}, abs=1e-4
     )
     assert found["tokens"] == {"value": 5, "se": None}
+    for trials in range(1, 2000):
+        assert evaluate.wilson_interval(0.0, trials)["low"] >= 0
+        assert evaluate.wilson_interval(1.0, trials)["high"] <= 1
 
 
 def test_answers_that_vote():
@@ -221,6 +225,20 @@ def test_responses_that_are_cut_off(tmp_path):
     }
     assert results["scores"]["avg@6"]["value"] == 0 and "maj@6" not in results["scores"]
     assert results["scores"]["stopped"]["value"] == 0 and results["scores"][name]["value"] == 1
+
+
+def test_another_evaluation_of_its_name_ends_first(tmp_path, monkeypatch, capsys):
+    """Its folder stays as it is, and the samples of this one are not lost."""
+    before = evaluate.sample_table
+    end_first = lambda *given: (tmp_path / "run").mkdir() or before(*given)
+    monkeypatch.setattr(evaluate, "sample_table", end_first)
+    helpers.run_here(
+        {**TINY, "output_dir": str(tmp_path), "num_prompts": 1, "max_response_length": 3},
+        "evaluate",
+    )
+    results = Path(capsys.readouterr().out.splitlines()[-1])
+    assert results.exists() and results.parent.parent == tmp_path
+    assert not list((tmp_path / "run").iterdir())
 
 
 def test_missing_scores_are_counted_and_not_zero(tmp_path, capsys):

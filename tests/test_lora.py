@@ -21,6 +21,7 @@ import utils
 from extras.lora import add_lora
 from plumbing.models import loading, sharding
 from plumbing.models.sharding import Sharding
+from plumbing.models.tokenizer import load_tokenizer
 from plumbing.run.command import parse
 
 BITSANDBYTES = "pip install bitsandbytes==0.50.2"  # 60 MB, so no requirement of the tests
@@ -105,6 +106,7 @@ def test_what_is_saved_is_what_was_trained(base, tmp_path, script, monkeypatch):
     # final/ is float32, as the model it came from
     torch.testing.assert_close(plain, adapted, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(saved, adapted, rtol=1e-5, atol=1e-5)
+    assert load_tokenizer(str(final / "adapter")).get_vocab()
     loaded = loading.load_model(
         "--model", str(folder_of(values) / "checkpoints/step_3"), torch.float64, CPU
     )

@@ -126,6 +126,12 @@ def reported(tmp_path, monkeypatch):
     return lambda name: runpy.run_path(REPORTED / name)
 
 
+def test_the_folder_of_a_run_is_no_model(tmp_path, capsys):
+    (tmp_path / "args.json").write_text("{}")
+    line = refused(capsys, read_tokenizer, "--model", str(tmp_path))
+    assert line.endswith("is the folder of a run, which leaves its model in final/")
+
+
 def test_tokenizer_json_is_read_where_tekken_json_is_beside_it(tmp_path, reported, capsys):
     """By each class that a folder may name, or none."""
     folder = Path(tiny_model(tmp_path / "models/tekken", "mistral", chat=True))

@@ -137,6 +137,22 @@ def test_one_process_a_run(folder, capsys):
     os.kill(grandchild, signal.SIGKILL)
 
 
+@pytest.mark.parametrize("name", ["run", "ü" * 150])
+def test_a_name_that_cannot_be_taken_any_more(tmp_path, capsys, name):
+    """Another run of this name began while this one loaded its models; or the disk allows no such
+    name.
+    """
+    args = args_of(tmp_path / name, resume=False)
+    origin = run_folder.find_origin(args, "grpo.py")
+    if name == "run":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text('{"step": 1}\n')
+    line = helpers.refused(capsys, run_folder.open_folder, origin, args, "grpo.py", 1, 0)
+    assert line.startswith(f"error: --run_name {name}: ")
+    if name == "run":
+        assert read_lines(tmp_path / name / "metrics.jsonl") == [{"step": 1}]
+
+
 def test_a_folder_is_saved_whatever_a_kill_left(tmp_path, world):
     """Between its two renames, or before what it replaced was removed; a write that fails leaves
     the old one.

@@ -49,13 +49,13 @@ METRICS = """
 
 def test_main_is_a_function(tmp_path):
     """As in a notebook: it returns, or raises what a command exits for, and can be called again.
-    With default flags it imports as many files as README says, and nothing of extras/.
+    Ctrl-C after it is Python's again. The system prompt goes by the reward. With default flags it
+    imports as many files as README says, and nothing of extras/.
     """
     values = {
         "model": "assets/tiny",
         "dataset": "arithmetic",
         "reward": ("gsm8k",),
-        "system_prompt": "",
         "output_dir": str(tmp_path),
         "run_name": "a",
         "rollout_batch_size": 2,
@@ -64,9 +64,10 @@ def test_main_is_a_function(tmp_path):
         "eval_prompts": 2,
     }
     code = f"""
-import sys, grpo, utils
+import signal, sys, grpo, utils
 args = grpo.Args(**{values!r})
 grpo.main(args)
+print("system prompt:", args.system_prompt == args.SYSTEM_PROMPTS["gsm8k"])
 for args.run_name, args.stop_at in (("a", None), ("b", 1.0)):
     try:
         grpo.main(args)
@@ -74,6 +75,11 @@ for args.run_name, args.stop_at in (("a", None), ("b", 1.0)):
         print("raised:", error)
 args.stop_at = None
 grpo.main(args)
+for _ in range(2):
+    try:
+        signal.raise_signal(signal.SIGINT)
+    except KeyboardInterrupt:
+        print("interrupted here")
 print("extras:", [name for name in sys.modules if name.startswith("extras")])
 ours = [module for name, module in sys.modules.items() if name.split(".")[0] in ("grpo", "utils", "plumbing")]
 print("files:", sum(module.__file__ is not None for module in ours))
@@ -84,6 +90,8 @@ print("files:", sum(module.__file__ is not None for module in ours))
     assert done.returncode == 0 and "extras: []" in done.stdout, done.stderr[-2000:]
     assert f"raised: --run_name a: {tmp_path}/a exists" in done.stdout
     assert "raised: --stop_at requires a --keep_best" in done.stdout
+    assert "system prompt: True" in done.stdout
+    assert done.stdout.count("interrupted here") == 2 and "SIGINT" not in done.stderr
     said = re.search(r"reads (\d+) Python files", (helpers.ROOT / "README.md").read_text())
     assert f"files: {said[1]}\n" in done.stdout
     first, second = (read_lines(tmp_path / name / "metrics.jsonl") for name in "ab")

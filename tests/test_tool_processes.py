@@ -293,6 +293,17 @@ def test_an_asynchronous_environment(files):
     assert added == "hello" and observation == "" and math.isnan(reward) and done
 
 
+def test_in_a_running_event_loop(files):
+    """As that of a notebook, which goes on."""
+
+    async def cell() -> ToolProcesses:
+        made = ToolProcesses(*files((), "game.py:Asynchronous"), 60.0)
+        await asyncio.sleep(0)
+        return made
+
+    assert converse(asyncio.run(cell()), ("step", "x"), row={})[0] == "hello"
+
+
 TRAINER = """
 import asyncio, sys
 import torch  # as a trainer does

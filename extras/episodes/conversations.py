@@ -28,7 +28,7 @@ from extras.episodes.tool_processes import (
 )
 from plumbing.data.encoding import CUT, guarded
 from plumbing.data.rows import Row
-from plumbing.processes import run_all
+from plumbing.processes import run_all, run_until_done
 from plumbing.rewards.sources import reward_weights
 from utils import as_user_error, generator, warn
 
@@ -104,7 +104,7 @@ class DecodeLoop:
 
     def run_all(self, conversations: Iterable[Coroutine], interrupted: Callable) -> None:
         """Have conversations, see `plumbing.processes.run_all`."""
-        asyncio.run(run_all(map(self._until_its_end, conversations), interrupted))
+        run_until_done(run_all(map(self._until_its_end, conversations), interrupted))
 
     async def _until_its_end(self, conversation: Coroutine) -> None:
         await conversation

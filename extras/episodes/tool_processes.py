@@ -5,13 +5,20 @@ A call that lasts longer than --timeout is interrupted; a process that gives no 
 killed.
 """
 
-import asyncio
 import os
 import resource
 from typing import Any
 
 from extras.episodes.tools import Tools
-from plumbing.processes import SECONDS_TO_LOAD, Ended, Failed, ForkServer, Late, Process
+from plumbing.processes import (
+    SECONDS_TO_LOAD,
+    Ended,
+    Failed,
+    ForkServer,
+    Late,
+    Process,
+    run_until_done,
+)
 from utils import UserError
 
 
@@ -56,7 +63,7 @@ class ToolProcesses:
                 process.kill()
 
         try:
-            self.schemas = asyncio.run(describe())
+            self.schemas = run_until_done(describe())
         except (ToolError, EnvironmentFailure) as error:
             names = " ".join(filter(None, [*tools, environment]))
             raise UserError(

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from extras.vllm.servers import SERVER_PATIENCE, SERVER_START, ask_server
 from plumbing.data.cache import column
 from plumbing.models.config import load_config
-from plumbing.processes import run_all
+from plumbing.processes import run_all, run_until_done
 from plumbing.rollout.batch import Sample
 from utils import Interrupted, UserError, World, first_line, say, warn
 
@@ -50,7 +50,7 @@ class ServedTeacher:
             return models["data"][0]["max_model_len"], text["prompt"]
 
         try:
-            max_length, text = asyncio.run(ask())
+            max_length, text = run_until_done(ask())
         except (OSError, RuntimeError, LookupError, TypeError) as error:
             raise UserError(f"--teacher {first_line(error)}", local=True) from error
         if text != tokenizer.decode(ids):
@@ -80,7 +80,7 @@ class ServedTeacher:
                 except (RuntimeError, LookupError, TypeError, ValueError, AttributeError) as error:
                     answers[place] = f"--teacher {first_line(error)}"
 
-        asyncio.run(run_all(map(ask, world.shard([*range(len(samples))])), interrupted))
+        run_until_done(run_all(map(ask, world.shard([*range(len(samples))])), interrupted))
         if world.any(interrupted()):
             raise Interrupted
         answers = dict(world.all_gather([*answers.items()]))

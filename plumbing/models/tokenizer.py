@@ -84,6 +84,8 @@ def read_tokenizer(flag: str, name: str) -> PreTrainedTokenizerBase:
         if name.count("/") > 1:
             raise UserError(f"{flag} {name}: there is no such folder")
         go_offline_if_unreachable()
+    elif "args.json" in os.listdir(name):
+        raise UserError(f"{flag} {name}: is the folder of a run, which leaves its model in final/")
     with as_user_error(f"{flag} {name}"):
         # mistral_format: a library without chat templates would read tekken.json.
         tokenizer = transformers.AutoTokenizer.from_pretrained(

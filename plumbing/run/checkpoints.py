@@ -105,6 +105,7 @@ def save_final(
     def write(path: str) -> None:
         if getattr(model, "peft_config", None):
             save_model(model, f"{path}/adapter", world)
+            world.on_main(save_tokenizer, tokenizer, f"{path}/adapter")
         save_like(source, model, path, world)
         world.on_main(save_tokenizer, tokenizer, path)
 

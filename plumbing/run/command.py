@@ -73,10 +73,7 @@ def parse(cls: type[Any], line: list[str] | None = None):
         check_rules(args)
         for message in broken(args, "warnings"):
             warn(message)
-        if getattr(args, "system_prompt", "") is None:
-            known = {} if args.chat_template == "none" else cls.SYSTEM_PROMPTS
-            args.system_prompt = known.get(args.reward[0], "")
-            say(f"--system_prompt {args.system_prompt!r}, by --reward {args.reward[0]}")
+        set_system_prompt(args)
     if config:
         args.config = ""  # its flags are those of the run now, and args.json is a --config itself
     return args
@@ -94,6 +91,14 @@ def from_file(cls: type[Any], path: str) -> dict:
     for name in values.keys() - cls.__dataclass_fields__:
         raise UserError(f"--config {path}: there is no flag {name!r}")
     return values
+
+
+def set_system_prompt(args: Any) -> None:
+    """Set a --system_prompt that is not given by the first source of --reward."""
+    if getattr(args, "system_prompt", "") is None:
+        known = {} if args.chat_template == "none" else args.SYSTEM_PROMPTS
+        args.system_prompt = known.get(args.reward[0], "")
+        say(f"--system_prompt {args.system_prompt!r}, by --reward {args.reward[0]}")
 
 
 def check_rules(args: Any) -> None:

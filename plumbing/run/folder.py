@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from plumbing.cli import OutputArgs
+from plumbing.cli import OutputArgs, RunArgs
 from plumbing.run.checkpoints import checkpoint_folders
 from plumbing.run.log import read_args, read_log, replace_file
 from utils import ROOT, VERSION, UserError, as_user_error, warn
@@ -108,17 +108,20 @@ def as_json(args: OutputArgs) -> dict:
     return json.loads(json.dumps(asdict(args)))
 
 
-def open_folder(origin: Origin, args: OutputArgs, script: str, ranks: int, step: int) -> None:
+def open_folder(origin: Origin, args: RunArgs, script: str, ranks: int, step: int) -> None:
     """Make the run's folder, or bring an old folder to the state of its checkpoint; write args.json.
     For rank 0 alone.
+
+    Raises a UserError if another run of this name has begun since `find_origin`.
 
     Args:
         ranks: number of ranks. step: step of the checkpoint; 0 for a new run.
     """
     folder = origin.folder
-    if not os.path.exists(folder):
-        os.makedirs(folder)
-        lock(folder)
+    # Another run of this name may have begun while this one loaded its models.
+    with as_user_error(f"--run_name {os.path.basename(folder)}"):
+        os.makedirs(folder, exist_ok=args.resume)
+    lock(folder)
     for unfinished in Path(folder).glob("checkpoints/.*"):
         shutil.rmtree(unfinished)
     # Later steps are run again. The row of the checkpoint's step, and the samples of its evaluation,

@@ -111,8 +111,10 @@ class Interrupt:
     place.
     """
 
-    def __init__(self, world: World):
+    def __init__(self, world: World, script: str):
+        """`script`: the file whose `main` is the run."""
         self.world = world
+        self.script = script
         self.requested = False
         # Set once the run looks at `requested`. Before, it may load, or wait for a server, for
         # minutes.
@@ -123,6 +125,10 @@ class Interrupt:
         os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
+        while frame and frame.f_code.co_filename != self.script:
+            frame = frame.f_back
+        if signum == signal.SIGINT and not frame:  # in a notebook, after the run
+            raise KeyboardInterrupt
         if self.requested and signum == signal.SIGINT:
             os._exit(128 + signum)
         saves = "the run exits as soon as it has saved a checkpoint; Ctrl-C ends it at once"

@@ -14,7 +14,7 @@ from plumbing.data.cache import LISTS, column
 from plumbing.models import loading, speed
 from plumbing.rollout.batch import Batch
 from plumbing.run import checkpoints, folder, ranks
-from plumbing.run.command import check_rules
+from plumbing.run.command import check_rules, set_system_prompt
 from plumbing.run.log import RunLog, as_logged, check_track
 from plumbing.run.metrics import sample_rows, token_rows
 
@@ -44,11 +44,12 @@ class Run:
         if world.size > 1:
             ranks.watch(world)
         check_rules(args)
+        set_system_prompt(args)  # of a call from Python; `parse` has set that of a command line
         utils.say(f"Loopwise {utils.VERSION}: loading {args.model}")
         self.args = args
         self.script = script
         self.world = world
-        self.interrupt = ranks.Interrupt(world)
+        self.interrupt = ranks.Interrupt(world, script)
         self.origin = world.on_main(folder.find_origin, args, script)
         self.folder = self.origin.folder
         self.checkpoint = self.origin.checkpoint

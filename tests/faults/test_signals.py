@@ -153,7 +153,7 @@ def test_torchrun(base, tmp_path):
 def test_a_forked_process_ends_at_once(capfd):
     """Such as those of datasets, which have the handlers of the run; and it says nothing."""
     handled = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    Interrupt(WORLD).can_save = True
+    Interrupt(WORLD, __file__).can_save = True
     fork = multiprocessing.get_context("fork")
     begun = fork.Event()
     child = fork.Process(target=lambda: begun.set() or time.sleep(60))
