@@ -88,15 +88,15 @@ def table() -> dict[str, tuple[int, int]]:
     plumbing = [path for path in ROOT.glob("plumbing/**/*.py") if path.read_text()]
     everything = ("*.py", "plumbing/**/*.py", "extras/**/*.py", "scripts/**/*.py", "assets/**/*.py")
     rows = {
-        "Python outside tests, tokens": (tokens(*everything), 108_810),
-        "plumbing/, tokens": (tokens("plumbing/**/*.py"), 44_110),
+        "Python outside tests, tokens": (tokens(*everything), 109_090),
+        "plumbing/, tokens": (tokens("plumbing/**/*.py"), 44_370),
         "extras/, tokens": (tokens("extras/**/*.py"), 24_300),
         "plumbing/, files": (len(plumbing), 37),
         "plumbing/, files outside of its folders": (
             sum(path.parent.name == "plumbing" for path in plumbing),
             3,
         ),
-        "tests/, tokens": (tokens("tests/**/*.py"), 154_660),
+        "tests/, tokens": (tokens("tests/**/*.py"), 155_250),
         "JavaScript of the report, lines": (lines("assets/report/*.js"), 300),
         "style and page of the report, lines": (
             lines("assets/report/*.css", "assets/report/*.html"),
