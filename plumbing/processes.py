@@ -313,6 +313,9 @@ async def run_all(calls: Iterable[Coroutine], ended: Callable[[], bool]) -> None
 def run_until_done(work: Coroutine) -> Any:
     """Return what a coroutine returns, as asyncio.run does; also where this thread runs an event
     loop, as that of a notebook does.
+
+    In this thread, as the decode loop requires: autocast is set for a thread, and signals arrive in
+    the main one.
     """
     outer = asyncio._get_running_loop()
     asyncio._set_running_loop(None)

@@ -89,7 +89,9 @@ def test_a_page_needs_no_network_and_no_sample_ends_its_data(tmp_path):
 
 
 def test_a_folder_of_metrics_alone_and_folders_without(tmp_path, capsys):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "objective/scores": 0.5}\n{"step": 2, "x')
+    """A metric that has no number has no curve."""
+    row = '{"step": 1, "objective/scores": 0.5, "objective/kl": null}'
+    (tmp_path / "metrics.jsonl").write_text(row + '\n{"step": 2, "x')
     report.main((str(tmp_path),), str(tmp_path / "a.html"))
     (run,) = data_of(tmp_path / "a.html")
     assert (

@@ -117,12 +117,17 @@ def test_the_commit_of_the_code(tmp_path, monkeypatch):
 
 
 def test_one_process_a_run(folder, capsys):
-    """The lock of a process is free once it is killed, although a child of it lives."""
+    """The lock of a process is free once it is killed, although a child of it lives. A new run has a
+    lock, too.
+    """
+    new = folder / "new"
     ready, write = os.pipe()
     child = os.fork()
     if not child:
         try:
             run_folder.lock(str(folder))
+            origin = run_folder.find_origin(args_of(new), "grpo.py")
+            run_folder.open_folder(origin, args_of(new), "grpo.py", 1, 0)
             grandchild = os.fork()
             os.write(write, str(grandchild).encode() if grandchild else b"")
             time.sleep(60)
@@ -130,7 +135,8 @@ def test_one_process_a_run(folder, capsys):
             os._exit(0)  # pytest goes on in the parent alone
     os.close(write)  # so that a child which dies is read as an end
     grandchild = int(os.read(ready, 20))
-    assert "is in use by another process" in refusal(capsys, folder)
+    for each in (folder, new):
+        assert "is in use by another process" in refusal(capsys, each)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     assert run_folder.find_origin(args_of(folder), "grpo.py").checkpoint

@@ -298,7 +298,7 @@ def test_in_a_running_event_loop(files):
 
     async def cell() -> ToolProcesses:
         made = ToolProcesses(*files((), "game.py:Asynchronous"), 60.0)
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.01)  # asks for the running loop
         return made
 
     assert converse(asyncio.run(cell()), ("step", "x"), row={})[0] == "hello"
