@@ -122,6 +122,7 @@ class Rendering:
                 text = whole.removeprefix(query.text)
                 if text == whole:  # it has changed earlier turns, or does not begin this one so
                     header = query.text.removeprefix(write(messages))
+                    # Earlier turns may have the same header: look behind the prompt's last message.
                     conversation[-2] = conversation[-2] | {"content": "LAST-TEXT."}
                     behind = write(conversation).rpartition("LAST-TEXT.")[2]
                     text = behind.partition(header or whole)[2]
