@@ -20,12 +20,12 @@ import math
 import socket
 from collections import defaultdict
 from types import SimpleNamespace
-from typing import Iterator, Literal
+from typing import Annotated, Iterator, Literal
 
 import repository  # noqa: F401
 from aiohttp import web
 from aiohttp.log import server_logger
-from pydantic import BaseModel, FiniteFloat, model_validator
+from pydantic import BaseModel, Field, FiniteFloat, model_validator
 from pydantic.dataclasses import dataclass
 from server_key import has_key, require_key
 from yarl import URL
@@ -69,6 +69,12 @@ class Args(RewardArgs):
         yield "episode" not in self.reward, "--reward episode requires the conversations of a run"
 
 
+class Turn(BaseModel, extra="allow"):
+    """A message of a conversation."""
+
+    content: str
+
+
 class Request(BaseModel):
     """The body of a request."""
 
@@ -76,7 +82,7 @@ class Request(BaseModel):
     tgt: list[str | bool | int | FiniteFloat | None]
     response: list[str]
     messages: list[list[dict] | None] | None = None
-    turns: list[list[dict]] | None = None
+    turns: list[Annotated[list[Turn], Field(min_length=1)]] | None = None
     columns: dict[str, list] = {}
 
     @model_validator(mode="after")
@@ -124,7 +130,7 @@ class Scorer:
             "columns": columns,
         }
         if request.turns:
-            row["turns"] = request.turns[i]
+            row["turns"] = [turn.model_dump() for turn in request.turns[i]]
         return SimpleNamespace(row=row, text=request.response[i], response=[])
 
 

@@ -14,6 +14,8 @@ import repository  # noqa: F401
 import tyro
 from tyro.conf import Positional
 
+import utils
+from plumbing.run.command import report_errors
 from plumbing.run.log import read_args, read_log, replace_file
 
 # Metrics of which every value is kept, and those of which the median is, without the first step.
@@ -32,6 +34,8 @@ MEDIANS = ("time/", "perf/")
 def summary(folder: Path) -> dict:
     """Return where and with what a run ran, its flags that are not the default, and its metrics."""
     facts = read_args(str(folder))
+    if not facts:
+        raise utils.UserError(f"{folder}: is no folder of a run: it has no args.json")
     defaults = facts.pop("defaults")
     flags = {
         name: Path(value).name if os.path.isabs(str(value)) else value  # no folders of a machine
@@ -64,4 +68,5 @@ def main(folders: Positional[tuple[Path, ...]], output: Path, command: str = "")
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    with report_errors():
+        tyro.cli(main)

@@ -197,3 +197,8 @@ def test_results_of_runs(tmp_path):
     assert run["by_step"]["eval/accuracy"] == accuracies and len(accuracies) > 1
     assert run["seconds"] == round(rows[-1]["time/from_scratch"], 1)
     assert run["medians"]["time/step"] == 3.0
+
+
+def test_a_folder_without_a_run(tmp_path, capsys):
+    said = refused(capsys, summarize.main, (tmp_path,), tmp_path / "results.json")
+    assert said.endswith("it has no args.json") and not (tmp_path / "results.json").exists()

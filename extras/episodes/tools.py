@@ -46,6 +46,9 @@ class Tools:
 
         # torch would be imported for a type that no tool has.
         chat_template_utils.is_torch_available = lambda: False
+        names = [function.__name__ for function in self.tools()]
+        if len(set(names)) < len(names):
+            raise ValueError(f"two of the functions have one name: {', '.join(names)}")
         return list(map(chat_template_utils.get_json_schema, self.tools()))
 
     def call(self, name: str, arguments: dict) -> str:

@@ -20,7 +20,7 @@ import numpy as np
 from tqdm import tqdm
 
 from plumbing.run.ranks import begin_phase
-from utils import World, as_user_error, first_line, one_line, say, warn
+from utils import UserError, World, as_user_error, first_line, one_line, say, warn
 
 # Metrics that the progress bar, or the line of a step, shows if a run has them.
 PROGRESS = {
@@ -337,6 +337,8 @@ def check_track(name: str) -> None:
     """Raise a UserError if the library of --track is not installed, or if it requires a login and
     there is none.
     """
+    if not importlib.util.find_spec(name):
+        raise UserError(f"--track {name} requires the package {name}: pip install {name}")
     with as_user_error(f"--track {name}"):
         library = importlib.import_module(name)
         if name == "wandb":
