@@ -18,7 +18,7 @@ Deliberate choices:
 2. The sum over the vocabulary is exact. Logits exist for one chunk of tokens at a time: its
    gradient is computed before the next chunk. `--estimator sampled` is a policy gradient of the
    reverse KL instead, by log-probabilities of sampled tokens. A teacher on a server tells its K
-   most likely tokens; all others count as one (`spread_rest`).
+   most likely tokens; all others count as one (extras/vllm/teacher.py: `spread_rest`).
 3. `--temperature` is that of sampling and, with a teacher, of the loss: it divides the logits;
    `--teacher_temperature` may give the teacher another.
 4. The gradient is that of the global batch: sums are divided by counts over all ranks and
@@ -28,7 +28,7 @@ Deliberate choices:
    the chat template changes earlier turns.
 6. Student and teacher score the same response tokens, each behind its own prompt.
 7. Nothing trains on --reward: it scores held-out responses.
-8. The student samples by the decode loop of grpo.py (`generate`).
+8. The student samples by `generate`, a copy of the decode loop of grpo.py.
 
     bash scripts/demo.sh distill                                                      # tiny models on a CPU, minutes
     python distill.py --model Qwen/Qwen3-0.6B --teacher Qwen/Qwen3-8B                 # one GPU of 40 GB, GSM8K
@@ -69,7 +69,7 @@ from plumbing.rollout.batch import Batch, Sample, forbid_gradient, forward_token
 from plumbing.rollout.sampler import Experience, Sampler
 from plumbing.run.command import parse, report_errors
 from plumbing.run.metrics import add_rollout, batch_metrics, mismatch_metrics
-from plumbing.run.setup import Setup, set_up
+from plumbing.run.setup import set_up
 
 CHUNK_TOKENS = 256  # response tokens whose logits are held at once
 ROLLOUT_OUTPUTS = ("rollout_logprobs",)  # what `generate` stores per token; vLLM returns no others
@@ -117,8 +117,8 @@ class Args(
     teacher_system_prompt: str = ""
     """System turn of the teacher's prompt, in place of any other one."""
     ref_refresh_every: NonNegativeInt = 0
-    """Steps between two copies of the policy's weights to the reference (distill.py: to the teacher;
-    TR-DPO, arXiv:2404.09656); 0 for never."""
+    """Steps between two copies of the policy's weights to the teacher (TR-DPO, arXiv:2404.09656);
+    0 for never."""
     teacher_top_k: PositiveInt = 20
     """Most likely tokens of a teacher on a server that are compared one by one; all others count as
     one."""
@@ -156,7 +156,9 @@ class Args(
         return "" if self.teacher == "self" or self.is_served else self.teacher
 
     def rules(self) -> Iterator[tuple[object, str]]:
-        """Yield the conditions that flags must meet, each with what to say otherwise."""
+        """Yield the conditions that flags must meet, each with what to say otherwise; the rules that
+        scripts share are in plumbing/cli.py.
+        """
         teacher_is_model = self.loaded_teacher and (
             os.path.realpath(self.teacher) == os.path.realpath(self.model)
         )
@@ -190,7 +192,7 @@ class Args(
         )
         # The prompt of the teacher.
         yield (
-            self.has_teacher_prompt or self.teacher != "self" and not teacher_is_model,
+            self.has_teacher_prompt or not (self.teacher == "self" or teacher_is_model),
             "--teacher is the model itself: it requires --teacher_prompt or --teacher_system_prompt",
         )
         yield (
@@ -220,7 +222,7 @@ class Args(
             "--teacher on a server has a temperature of 1: it requires --teacher_temperature 1",
         )
         yield (
-            self.teacher_top_k == 20 or self.is_served and self.estimator == "exact",
+            self.teacher_top_k == 20 or (self.is_served and self.estimator == "exact"),
             "--teacher_top_k requires a --teacher on a server and --estimator exact",
         )
         yield (
@@ -232,11 +234,6 @@ class Args(
 # --------------------------------------------------------------------------------------------------
 # The equations: tensors in, tensors out. N sequences, T response positions, V vocabulary.
 # --------------------------------------------------------------------------------------------------
-
-
-def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Return the sum of x where mask is set; other entries are ignored, even NaN."""
-    return x.where(mask, 0.0).sum(dim)
 
 
 def divergence(logprobs: Tensor, teacher_logprobs: Tensor, kind: str, beta: float) -> Tensor:
@@ -272,26 +269,6 @@ def sampled_reverse_kl(
     return ratio * (logprobs - teacher_logprobs).detach()
 
 
-def spread_rest(tokens: Tensor, top_logprobs: Tensor, logprobs: Tensor) -> Tensor:
-    """Return log-probabilities (..., V) of a teacher of which K tokens are known. The others share
-    what is left in the proportions of the student.
-
-    The divergences of the result, and their gradients, are those over the K tokens and one entry for
-    all others, whose probabilities are 1 minus the sums.
-
-    Args:
-        tokens, top_logprobs: (..., K), the known tokens, of which some may be the same, and their
-            log-probabilities. logprobs: (..., V), of the student, without gradient.
-    """
-    unknown = torch.full_like(logprobs, -math.inf)
-    known = unknown.scatter(-1, tokens, top_logprobs.to(logprobs.dtype))
-    is_known = known > -math.inf
-    # What the known probabilities leave of 1. A server sends float32, and less is its rounding.
-    rest = (1 - known.exp().sum(-1, keepdim=True)).clamp(min=1e-7)
-    of_student = logprobs.masked_fill(is_known, -math.inf).logsumexp(-1, keepdim=True)
-    return torch.where(is_known, known, logprobs + rest.log() - of_student)
-
-
 # --------------------------------------------------------------------------------------------------
 # Student and teacher: statistics of the response tokens, without ever holding logits of all of them
 # --------------------------------------------------------------------------------------------------
@@ -312,14 +289,10 @@ class Policy(nn.Module):
         # The loss of supervised fine-tuning has temperature 1: only evaluations use --temperature.
         self.temperature = args.temperature if args.teacher else 1.0
 
-    def logprobs(self, hidden: Tensor, temperature: float) -> Tensor:
-        """Return the log-probabilities of all next tokens: (..., H) -> (..., V)."""
-        return (head_logits(self.model, hidden) / temperature).log_softmax(-1)
-
     @torch.no_grad()  # the head of a teacher may be the one that trains
-    def teacher_logprobs(self, hidden: Tensor) -> Tensor:
-        """Return `logprobs` of this model as the teacher."""
-        return self.logprobs(hidden, self.args.teacher_temperature or self.temperature)
+    def teacher_logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits of this model as the teacher, over its temperature: (..., H) -> (..., V)."""
+        return head_logits(self.model, hidden) / (self.args.teacher_temperature or self.temperature)
 
     def forward(
         self,
@@ -357,9 +330,9 @@ class Policy(nn.Module):
         chunks = []
         # One empty chunk if there are no tokens.
         of_student = zip(*(x.split(CHUNK_TOKENS) for x in (hidden, labels, rollout_logprobs)))
-        for (chunk, targets, sampled), (q_logprobs, q_tokens) in zip(of_student, of_teacher):
+        for (chunk, targets, sampled), given in zip(of_student, of_teacher):
             chunk = chunk.detach().requires_grad_()
-            outputs = self.statistics(chunk, targets, sampled, q_logprobs, q_tokens)
+            outputs = self.statistics(chunk, targets, sampled, *given)
             chunk_gradient, *gradients = torch.autograd.grad(
                 outputs["losses"].sum(), [chunk, *head_weights]
             )
@@ -384,7 +357,7 @@ class Policy(nn.Module):
         hidden: Tensor,
         labels: Tensor,
         rollout_logprobs: Tensor,
-        teacher_logprobs: Tensor | None,
+        of_teacher: Tensor | None,
         teacher_tokens: Tensor | None,
     ) -> dict[str, Tensor]:
         """Return outputs (chunk,) of a chunk of tokens: "losses", and for the log "logprobs" and
@@ -393,9 +366,9 @@ class Policy(nn.Module):
 
         Args:
             hidden: (chunk, H). labels, rollout_logprobs: (chunk,).
-            teacher_logprobs, teacher_tokens: see `teacher_chunks`.
+            of_teacher, teacher_tokens: see `teacher_chunks`.
         """
-        student_logprobs = self.logprobs(hidden, self.temperature)  # (chunk, V)
+        student_logprobs = (head_logits(self.model, hidden) / self.temperature).log_softmax(-1)
         at_labels = lambda x: x.gather(-1, labels[:, None])[:, 0]  # (chunk, V) -> (chunk,)
         logprobs = at_labels(student_logprobs)
         outputs = {
@@ -403,17 +376,17 @@ class Policy(nn.Module):
             "losses": -logprobs,
             "entropies": entr(student_logprobs.detach().exp()).sum(-1),
         }
-        if teacher_logprobs is None:
+        if of_teacher is None:
             return outputs
         if teacher_tokens is not None:
-            teacher_logprobs = spread_rest(
-                teacher_tokens, teacher_logprobs, student_logprobs.detach()
-            )
+            from extras.vllm.teacher import spread_rest
+
+            of_teacher = spread_rest(teacher_tokens, of_teacher, student_logprobs.detach())
+        # The head of a teacher may have more rows than the vocabulary has tokens.
+        teacher_logprobs = of_teacher[:, : student_logprobs.shape[-1]].log_softmax(-1)
         if self.args.estimator == "exact":
-            # A teacher's head may have more rows than the vocabulary has tokens.
-            of_vocabulary = teacher_logprobs[:, : student_logprobs.shape[-1]]
             outputs["losses"] = divergence(
-                student_logprobs, of_vocabulary, self.args.divergence, self.args.jsd_beta
+                student_logprobs, teacher_logprobs, self.args.divergence, self.args.jsd_beta
             )
         else:
             outputs["losses"] = sampled_reverse_kl(
@@ -430,42 +403,19 @@ class Policy(nn.Module):
 # --------------------------------------------------------------------------------------------------
 
 
-def load_teacher(args: Args, parts: Setup) -> Any:
-    """Return what --teacher names: a Policy, also the one that trains; a ServedTeacher; or None."""
-    if not args.teacher:
-        return None
-    if args.is_served:
-        from extras.vllm.teacher import ServedTeacher
-
-        return ServedTeacher(args, parts.sampler.tokenizer, parts.prompts)
-    if args.teacher == "self":
-        return parts.policy
-    name = args.teacher
-    # A resumed run goes on with the teacher as it was last refreshed.
-    if args.ref_refresh_every and parts.run.checkpoint:
-        name = os.path.join(parts.run.checkpoint, "teacher")
-    make_policy = functools.partial(Policy, args=args)
-    teacher = loading.load_frozen(
-        "--teacher", name, make_policy, parts.precision.frozen_dtype, parts.sharding
-    )
-    if args.ref_refresh_every:
-        parts.models["teacher"] = teacher.model
-    return teacher
-
-
 def teacher_chunks(
     teacher: Any, inputs: tuple[Tensor, ...], micro: dict[str, Tensor]
 ) -> Iterable[tuple]:
-    """Return the teacher's log-probabilities for the response tokens of a micro-batch, CHUNK_TOKENS
-    of them at a time: the last two arguments of `Policy.statistics`.
+    """Return what the teacher gives for the response tokens of a micro-batch, CHUNK_TOKENS of them at
+    a time: the last two arguments of `Policy.statistics`.
 
     Args:
-        teacher: of `load_teacher`. inputs: what it reads, the arguments of `Policy.forward`.
+        teacher: of `loading.load_teacher`. inputs: what it reads, the arguments of `Policy.forward`.
         micro: (n, T) by name; of a teacher on a server its answers (n, T, K), which `collect` asked.
     Returns:
-        A pair for each chunk. Of a loaded teacher: log-probabilities (chunk, V), or of more than V
-        tokens, to which a model may be padded; and None. Of a teacher on a server: log-probabilities
-        and their tokens, (chunk, K) each. Without a teacher: None and None.
+        A pair for each chunk. Of a loaded teacher: logits (chunk, V), or of more than V tokens, to
+        which a model may be padded; and None. Of a teacher on a server: log-probabilities and their
+        tokens, (chunk, K) each. Without a teacher: None and None.
     """
     if "teacher_logprobs" in micro:
         m = micro["response_mask"]
@@ -478,7 +428,7 @@ def teacher_chunks(
     # The head of the teacher computes while the student's forward takes chunk after chunk.
     if isinstance(teacher, FSDPModule):
         teacher.unshard()
-    return ((teacher.teacher_logprobs(chunk), None) for chunk in hidden.split(CHUNK_TOKENS))
+    return ((teacher.teacher_logits(chunk), None) for chunk in hidden.split(CHUNK_TOKENS))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -597,7 +547,7 @@ def collect(
 
     Args:
         state: `Experience.state` of the previous rollout: the "position" of the next prompt.
-        teacher: of `load_teacher`; one on a server is asked here.
+        teacher: of `loading.load_teacher`; one on a server is asked here.
     """
     args = sampler.args
     reward_sources = sampler.reward_sources
@@ -629,8 +579,8 @@ def collect(
     # Sources score held-out responses only: here their metrics are NaN.
     metrics = {name: x for name, x in metrics.items() if not math.isnan(x)}
     metrics["val/on_policy_share"] = len(asked) / len(rows)
-    # No source scores a response here: its scores are 0, or NaN where its conversation has failed.
-    # Such a response does not train.
+    # Nothing is scored here: each source gives 0, or NaN where the conversation has failed. A
+    # response with NaN does not train.
     batch.scores = batch.reward_components[args.reward[0]]
     if args.is_served:
         answered = batch.tokens["teacher_logprobs"].isfinite().flatten(1).all(1)  # (N,)
@@ -652,23 +602,19 @@ def main(args: Args) -> None:
     learn: Learn = "turns" if args.on_policy_share else "conversations"
     if args.on_policy_share == 1:
         learn = "prompts"
-    parts = set_up(
-        args,
-        __file__,
-        functools.partial(Policy, args=args),
-        generate,
-        ROLLOUT_OUTPUTS,
-        learn=learn,
-    )
+    make_policy = functools.partial(Policy, args=args)
+    parts = set_up(args, __file__, make_policy, generate, ROLLOUT_OUTPUTS, learn)
     world, run, wrapped, sampler = parts.world, parts.run, parts.wrapped, parts.sampler
-    teacher = load_teacher(args, parts)
-    size = args.rollout_batch_size
-    total_steps = count_steps(args.passes, parts.prompts, size)
-    updates_per_step = utils.count_updates(size, args.mini_batch_size, args.num_epochs)
+    teacher = loading.load_teacher(args, make_policy, parts)
+    total_steps = count_steps(args.passes, parts.prompts, args.rollout_batch_size)
+    updates_per_step = utils.count_updates(
+        args.rollout_batch_size, args.mini_batch_size, args.num_epochs
+    )
     optimizer = utils.Optimizer(parts.policy, args, total_steps, updates_per_step)
-    make_rollout = functools.partial(collect, teacher=teacher)
     # Models and optimizers have names, and "" is that of the policy.
-    rollouts = parts.start(make_rollout, total_steps, {"": optimizer})
+    rollouts = parts.start(
+        functools.partial(collect, teacher=teacher), total_steps, {"": optimizer}
+    )
 
     for step in run.steps():
         # ---- 1. rollout ----
@@ -696,9 +642,9 @@ def main(args: Args) -> None:
                 of_teacher = teacher_chunks(teacher, inputs[-2:], micro)
                 given = *inputs[:2], micro["rollout_logprobs"][m], of_teacher
                 out = forward_tokens(wrapped, given, m)
-                loss = masked_sum(out["losses"], m) / token_count
+                loss = out["losses"].sum() / token_count  # 0 outside of m
                 optimizer.backward(loss)
-                sums.add(loss=loss)
+                sums.add(loss=loss / len(updates))
                 sums.add(m, tokens=m, **out)  # "losses" is a sum over tokens, "loss" a mean
                 micro.update(out)  # what is added to `micro` goes to tokens.jsonl
                 if number == 0:  # with the weights that sampled
@@ -717,8 +663,7 @@ def main(args: Args) -> None:
         # ---- 4. metrics ----
         metrics = {
             "epoch": experience.state["position"] / len(parts.prompts),
-            # No update where all conversations have failed.
-            "train/loss": total["loss"] / max(1, len(updates)),
+            "train/loss": total["loss"],  # NaN where all conversations have failed
             "policy/entropy_avg": total["entropies"] / total["tokens"],
             **experience.metrics,
             **optimizer.metrics(),

@@ -150,7 +150,7 @@ class Args(
     reward is normalized in its group, and their weighted sum is divided by its standard deviation
     over the step (arXiv:2601.05242); maxrl: divided by the mean of the group's scores, which must
     not be negative (arXiv:2602.02710); passk: only the best response of a group has an advantage
-    (arXiv:2503.19595). Default: the variant's."""
+    (arXiv:2503.19595). With --kl_in reward a scale also divides the KL. Default: the variant's."""
     turn_rewards: bool = False
     """Give each turn of an --environment an advantage of its own, in place of one for the whole
     response: its return, the rewards from this turn on, is compared with those of the turns of the
@@ -188,13 +188,13 @@ class Args(
     kl_horizon: PositiveInt = 10_000
     """Responses in which --kl_target changes beta by about 20 percent at most."""
     ref_refresh_every: NonNegativeInt = 0
-    """Steps between two copies of the policy's weights to the reference (distill.py: to the teacher;
-    TR-DPO, arXiv:2404.09656); 0 for never."""
+    """Steps between two copies of the policy's weights to the reference (TR-DPO, arXiv:2404.09656);
+    0 for never."""
     rollout_correction: Literal["none", "truncate", "mask", "sequence_mask", "geometric"] | None = (
         None
     )
-    """Multiply the policy loss by rho = pi_start / pi_sampler, probability of a token at the
-    start of the step divided by that when it was sampled.
+    """Multiply the policy loss by rho = pi_old / pi_rollout, probability of a token at the start of
+    the step divided by that when it was sampled.
     truncate: rho of a token, at most --rollout_correction_cap; mask: rho of a token, 0 outside of
     [1 / cap, cap]; sequence_mask: rho of the whole response, 0 above cap; geometric: 1, or 0 for a
     response whose geometric mean of rho is outside of [1 / cap, cap]. Default: truncate where vLLM
@@ -203,8 +203,8 @@ class Args(
     """Largest rho of --rollout_correction; 2 for tokens, 3 for sequences are usual, and 1.001 to 1.1
     for a geometric mean. Default: 2, or 1.1 for geometric."""
     off_policy_delta: NonNegativeFloat = 0.0
-    """Leave a response with a negative advantage out of the policy loss once the mean of log(pi of
-    the sampler / pi) over its tokens is above this; 0.5 is usual, 0 for never (DeepSeek-V3.2)."""
+    """Leave the tokens with a negative advantage out of the policy loss, in a response whose mean of
+    log(pi_rollout / pi) over its tokens is above this; 0.5 is usual, 0 for never (DeepSeek-V3.2)."""
     ptx_dataset: str = ""
     """Rows for a supervised loss that is added to the policy's (PPO-ptx, arXiv:2203.02155); takes
     the same names as --dataset."""
@@ -228,8 +228,8 @@ class Args(
     """Subtract from each score: this * mean score of its group * its length / greatest length in
     its group, with lengths in tokens of the model. 0 for none."""
     mask_truncated: bool = False
-    """Leave responses without a stop token out of the loss and of their group's baseline; they get
-    no penalty."""
+    """Leave responses without a stop token out of the loss and of any baseline; they get no
+    penalty."""
     filter_groups: Literal["none", "drop", "refill"] = "none"
     """Drop the groups whose scores are all equal; refill samples other prompts in their place
     (DAPO)."""
@@ -240,19 +240,25 @@ class Args(
     }
 
     def rules(self) -> Iterator[tuple[object, str]]:
-        """Yield the conditions that flags must meet, each with what to say otherwise."""
+        """Yield the conditions that flags must meet, each with what to say otherwise; the rules that
+        scripts share are in plumbing/cli.py.
+        """
         yield (
             self.group_size >= 2,
             "--group_size must be 2 or more: advantages are relative to a group",
         )
         yield (
-            self.advantage_scale not in ("gdpo", "maxrl") or self.kl_in == "loss",
-            "--advantage_scale gdpo and maxrl require --kl_in loss: they would scale a KL in the "
-            "reward",
+            self.advantage_scale not in ("gdpo", "maxrl")
+            or (self.kl_in == "loss" and not self.length_penalty and not self.turn_rewards),
+            "--advantage_scale gdpo and maxrl require --kl_in loss, --length_penalty 0 and no "
+            "--turn_rewards: gdpo normalizes each reward by itself, and maxrl divides by a mean that "
+            "must not be negative",
         )
         yield (
-            not self.length_penalty or self.advantage_scale != "gdpo",
-            "--length_penalty requires another --advantage_scale",
+            self.advantage_scale != "maxrl"
+            or not (self.overlong_buffer or (self.penalty_reward_value or 0) < 0),
+            "--advantage_scale maxrl requires --overlong_buffer 0 and no negative "
+            "--penalty_reward_value: a score must not be negative",
         )
         yield (
             self.kl_weighting == "none"
@@ -263,10 +269,6 @@ class Args(
         yield (
             not self.dual_clip or VARIANTS[self.loss].token_loss in ("ppo", "gspo"),
             "--dual_clip requires a --loss that clips the ratio",
-        )
-        yield (
-            self.dual_clip == 0 or self.dual_clip > 1,
-            "--dual_clip must be above 1, or 0 for none",
         )
         yield (
             self.loss not in ("sapo", "reinforce")
@@ -287,19 +289,15 @@ class Args(
             "--response_column requires a --ptx_dataset",
         )
         yield (
-            self.filter_groups != "refill" or self.async_steps < 2,
-            "--filter_groups refill requires --async_steps 0 or 1: the first prompt "
-            "of a step is known only after the step before has sampled",
-        )
-        yield (
             not self.turn_rewards
             or (
-                "episode" in self.reward
+                self.environment
+                and "episode" in self.reward
                 and self.kl_in == "loss"
-                and self.advantage_scale not in ("gdpo", "maxrl")
+                and self.filter_groups == "none"
             ),
-            "--turn_rewards requires episode (the environment's rewards) in --reward, --kl_in loss, "
-            "and another --advantage_scale than gdpo and maxrl",
+            "--turn_rewards requires an --environment, episode in --reward, --kl_in loss and "
+            "--filter_groups none, which compares whole responses",
         )
 
 
@@ -369,31 +367,6 @@ def kl_ratio(logprobs: Tensor, old_logprobs: Tensor, estimator: str) -> Tensor:
     return ratio.detach() if estimator == "k2" else ratio
 
 
-class AdaptiveKL:
-    """The weight beta of the KL. --kl_target adapts it (Ziegler et al. 2019, arXiv:1909.08593,
-    section 2.2).
-
-    `coef`: beta of the next step.
-    """
-
-    def __init__(self, args: Args, state: dict):
-        """`state`: of the run, which keeps beta for a resume."""
-        self.args = args
-        self.state = state
-        self.coef = state.get("kl_coef", args.kl_coef) if args.kl_target else args.kl_coef
-
-    def update(self, kl: float, sequences: int) -> None:
-        """Set beta to beta * (1 + clip(kl / target - 1, -0.2, 0.2) * sequences / horizon).
-
-        Args:
-            kl: mean over `sequences` of the mean over tokens. One that is not finite changes nothing.
-        """
-        if self.args.kl_target and math.isfinite(kl):
-            error = min(max(kl / self.args.kl_target - 1, -0.2), 0.2)
-            self.coef *= 1 + error * sequences / self.args.kl_horizon
-            self.state["kl_coef"] = self.coef
-
-
 def policy_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -455,7 +428,7 @@ def policy_loss(
 def old_policy(args: Args, correction: str, updates_per_step: int) -> str:
     """Return which policy is pi_old, the denominator of the ratio.
 
-    "sampler": the policy that sampled the tokens, which is older than the start of the step with
+    "rollout": the policy that sampled the tokens, which is older than the start of the step with
         --async_steps. Not used if --rollout_correction accounts for the difference.
     "start": the policy at the start of the step. An extra forward pass before the first update
         computes its log-probabilities.
@@ -463,7 +436,7 @@ def old_policy(args: Args, correction: str, updates_per_step: int) -> str:
         training gives its log-probabilities, and the ratio is exactly 1.
     """
     if args.async_steps and correction == "none":
-        return "sampler"
+        return "rollout"
     return "start" if updates_per_step > 1 else "current"
 
 
@@ -474,8 +447,8 @@ def correction_weights(
     policy.
 
     Args:
-        old_logprobs, rollout_logprobs: (N, T), by pi_old and by the sampler. They are the same, and
-            all weights 1, where the sampler is pi_old.
+        old_logprobs, rollout_logprobs: (N, T), by pi_old and by the policy that sampled. They are the
+            same, and all weights 1, where that policy is pi_old.
         kind: "truncate": min(rho, cap) (TIS); "mask": rho, 0 outside of [1 / cap, cap] (IcePop);
             "sequence_mask": rho of the whole response, 0 above cap; "geometric": 1, or 0 for a
             response whose geometric mean of rho is outside of [1 / cap, cap]; "none": 1.
@@ -597,8 +570,10 @@ class Policy(nn.Module):
         # In the backward pass logits are computed anew, unless a single chunk holds them all.
         if self.recompute_logits and len(labels) > CHUNK_TOKENS:
             statistics = functools.partial(recomputed, statistics)
-        parts = zip(hidden.split(CHUNK_TOKENS), labels.split(CHUNK_TOKENS))
-        chunks = [statistics(*part, entropy, temperature or self.temperature) for part in parts]
+        chunks = [
+            statistics(*chunk, entropy, temperature or self.temperature)
+            for chunk in zip(hidden.split(CHUNK_TOKENS), labels.split(CHUNK_TOKENS))
+        ]
         outputs = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
         if entropy and not self.trains_entropy:
             outputs["entropies"] = forbid_gradient("entropies", outputs["entropies"])
@@ -776,28 +751,29 @@ def final_scores(scores: Tensor, lengths: Tensor, stopped: Tensor, args: Args) -
     counts in a baseline or mean.
 
     Args:
-        scores: (N,), of `weighted_sum`, or of a single source for `decoupled_scores`. lengths:
+        scores: (N,), of `weighted_sum`, or of a single source for `outcomes_of`. lengths:
             (N,), in tokens, including those that tools and environments wrote. stopped: (N,) bool.
     """
     if args.non_stop_penalty:
-        penalised = scores.clamp(max=0)
-        if args.penalty_reward_value is not None:
-            penalised = torch.full_like(scores, args.penalty_reward_value)
+        value = args.penalty_reward_value
         kept = stopped | scores.isnan()  # no penalty in place of a missing score
-        scores = scores.where(kept, penalised)
+        scores = scores.where(kept, scores.clamp(max=0) if value is None else value)
     if args.overlong_buffer:
         over = lengths - (args.max_response_length - args.overlong_buffer)
-        scores = scores - (over.to(scores.dtype) / args.overlong_buffer).clamp(min=0)
+        scores = scores - (over.to(scores.dtype) / args.overlong_buffer).clamp(0, 1)
     return scores.where(stopped, math.nan) if args.mask_truncated else scores
 
 
-def decoupled_scores(batch: Batch, args: Args) -> Tensor:
-    """Return the weighted sum of the rewards, each normalized in its group (GDPO, arXiv:2601.05242,
-    eq. 4, 5 and 7).
+def outcomes_of(batch: Batch, args: Args) -> Tensor:
+    """Return what is compared within a group (N,): the scores, or with --advantage_scale gdpo the
+    weighted sum of the rewards, each normalized in its group (GDPO, arXiv:2601.05242, eq. 4, 5 and
+    7). NaN for a response that is left out.
 
-    Penalties act on the score of each source. A source that does not score a row counts as 0 there.
-    Returns (N,), NaN for a response that is left out.
+    With gdpo, penalties act on the score of each source, and a source that does not score a row
+    counts as 0 there.
     """
+    if variant_of(args).advantage_scale != "gdpo":
+        return batch.scores
     left_out = batch.scores.isnan()
     normalized = {}
     for name, scores in batch.reward_components.items():
@@ -816,12 +792,14 @@ def length_penalties(scores: Tensor, lengths: Tensor, group_size: int, weight: f
 
     Args:
         scores: (N,), as `final_scores` gives them. lengths: (N,), in tokens of the model.
+    Returns:
+        (N,), NaN for a response without a score.
     """
     grouped, lengths = scores.view(-1, group_size), lengths.view(-1, group_size)
     scored = grouped.isfinite()
     longest = lengths.where(scored, 1).amax(1, keepdim=True)
     mean = masked_mean(grouped, scored, 1)[:, None].clamp(min=0)
-    return (weight * mean * lengths / longest).view(-1)
+    return (weight * mean * lengths / longest).where(scored, math.nan).view(-1)
 
 
 def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) -> Experience:
@@ -853,8 +831,7 @@ def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) ->
             )
             batch.scores = batch.scores - penalties
             batch.reward_components["length_penalty"] = -penalties  # for the log
-        gdpo = variant_of(args).advantage_scale == "gdpo"
-        outcomes = decoupled_scores(batch, args) if gdpo else batch.scores
+        outcomes = outcomes_of(batch, args)
         has_signal = ~equal_scores(outcomes.view(-1, args.group_size))  # (prompts,)
         # How many prompts a refill has to add; 0 ends the rollout.
         count = prompts_to_add(has_signal, latest, sampler)
@@ -872,7 +849,7 @@ def group_advantages(scores: Tensor, group_size: int, scale: str) -> Tensor:
         scores: (N,), the G responses of a prompt next to each other; NaN or infinite where there is
             no score.
         scale: divide by the "group"'s or the "batch"'s unbiased standard deviation + 1e-6, or by
-            nothing ("none"). "gdpo" is "batch" for `decoupled_scores` (eq. 6 of GDPO), which have
+            nothing ("none"). "gdpo" is "batch" for its `outcomes_of` (eq. 6 of GDPO), which have
             mean 0 in each group. "maxrl": by the group's mean (arXiv:2602.02710); 0 where that is 0.
             "passk": (best - second) / (std + 1e-6) for the best response, 0 for the others
             (arXiv:2503.19595).
@@ -983,12 +960,12 @@ def main(args: Args) -> None:
     # `sampler.correction`: --rollout_correction, or its default for the engine.
     pi_old = old_policy(args, sampler.correction, updates_per_step)
     if "dppo" in args.loss:  # its trust region is around the policy that sampled
-        pi_old = "sampler"
+        pi_old = "rollout"
     needs_start_logprobs = pi_old == "start" or kl_in == "reward"
     # Loads a checkpoint, if there is one; from then on `rollouts.take` calls `collect`. "" is the name
     # of the policy, and so of its optimizer.
     rollouts = parts.start(collect, total_steps, {"": optimizer})
-    adaptive_kl = AdaptiveKL(args, run.state)
+    adaptive_kl = utils.AdaptiveKL(args, run.state)
     adaptive_entropy = utils.AdaptiveEntropy(args, run.state)
 
     for step in run.steps():
@@ -1012,9 +989,7 @@ def main(args: Args) -> None:
             batch.tokens["start_logprobs"] = forward_batch(policy, batch, "logprobs", args, world)
 
         # ---- 3. advantages ----
-        outcomes = (
-            decoupled_scores(batch, args) if settings.advantage_scale == "gdpo" else scores
-        )  # R, (N,)
+        outcomes = outcomes_of(batch, args)  # R, (N,)
         if kl_in == "reward":
             kl = estimate_kl(batch.tokens["start_logprobs"], batch.tokens["ref_logprobs"])
             outcomes = outcomes - kl_coef * masked_sum(kl, mask, 1)
@@ -1024,17 +999,16 @@ def main(args: Args) -> None:
                 "--advantage_scale maxrl: a score is negative, of a response to "
                 f"{batch.samples[worst].row['prompt']!r}"
             )
-        advantages = group_advantages(outcomes, args.group_size, settings.advantage_scale)  # (N,)
-        # A KL that is not finite must not count as a missing score, which has an advantage of 0: NaN
-        # makes `Optimizer.step` skip the update.
-        advantages[scores.isfinite() & ~outcomes.isfinite()] = math.nan
-        advantages = advantages[:, None].where(mask, 0.0)  # (N, T)
-        if args.turn_rewards:  # an advantage per turn, in place of that of the response
-            rewards = batch.tokens["turn_rewards"]
-            advantages = turn_advantages(
-                scores, rewards, mask, args.group_size, settings.advantage_scale
-            )
+        grouping = args.group_size, settings.advantage_scale
+        if args.turn_rewards:  # an advantage for each turn, (N, T)
+            advantages = turn_advantages(scores, batch.tokens["turn_rewards"], mask, *grouping)
             experience.metrics["val/zero_advantage"] = (advantages[mask] == 0).float().mean().item()
+        else:  # one for each response
+            advantages = group_advantages(outcomes, *grouping)  # (N,)
+            # A response whose KL is not finite gets NaN, so that `Optimizer.step` skips the update; 0,
+            # as for a missing score, would hide it.
+            advantages[scores.isfinite() & ~outcomes.isfinite()] = math.nan
+            advantages = advantages[:, None].where(mask, 0.0)  # (N, T)
         batch.tokens["advantages"] = advantages.to(parts.precision.loss_dtype)
 
         # ---- 4. update: epochs, mini-batches (an optimizer step each), micro-batches ----
@@ -1052,23 +1026,23 @@ def main(args: Args) -> None:
             if args.ptx_coef:
                 for ptx in ptx_losses(wrapped, parts.ptx_rows, args, optimizer.updates, world):
                     optimizer.backward(args.ptx_coef * ptx)
-                    share = ptx / len(updates)
-                    sums.add(ptx=share, loss=args.ptx_coef * share)
+                    of_step = ptx / len(updates)  # its part of the step's mean
+                    sums.add(ptx=of_step, loss=args.ptx_coef * of_step)
             for inputs, micro, last in batch.micro_batches(mini, args, world):
                 m = micro["response_mask"]  # (n, T), as all of micro and out
                 set_gradient_sync(wrapped, last)
                 out = forward_tokens(wrapped, inputs, m, entropy=True)
                 logprobs = out["logprobs"]
-                # If they were not computed: with pi_old "current", no update has come before, and
-                # `logprobs` are the same; with pi_old "sampler", only the log reads them.
+                # Without "start_logprobs": pi_old is "current" (this is the step's only update, so
+                # these are the same), or "rollout" (then only the log reads them).
                 start_logprobs = micro.get("start_logprobs", logprobs.detach())
-                by_sampler = micro["rollout_logprobs"]
-                old_logprobs = by_sampler if pi_old == "sampler" else start_logprobs
+                rollout_logprobs = micro["rollout_logprobs"]
+                old_logprobs = rollout_logprobs if pi_old == "rollout" else start_logprobs
                 weights = correction_weights(
-                    old_logprobs, by_sampler, m, sampler.correction, sampler.correction_cap
+                    old_logprobs, rollout_logprobs, m, sampler.correction, sampler.correction_cap
                 )
                 in_loss = off_policy_mask(
-                    logprobs, by_sampler, micro["advantages"], m, args.off_policy_delta
+                    logprobs, rollout_logprobs, micro["advantages"], m, args.off_policy_delta
                 )
                 token_weights = weights * in_loss  # (n, T), in the policy loss
                 token_losses, clipped = policy_loss(
@@ -1088,12 +1062,20 @@ def main(args: Args) -> None:
                     kl_losses = estimate_kl(logprobs, micro["ref_logprobs"])
                     if args.kl_weighting == "ratio":
                         ratio = kl_ratio(logprobs, old_logprobs, args.kl_estimator)
-                        kl_losses = weights * ratio * kl_losses  # weights * ratio: pi / pi_sampler
+                        # weights * ratio: pi / pi_rollout, with --rollout_correction up to its cap
+                        kl_losses = weights * ratio * kl_losses
                     loss = loss + kl_coef * reduce_loss(kl_losses, m)
                 optimizer.backward(loss)
                 sums.add(policy_loss=policy_term / len(updates), loss=loss / len(updates))
-                sums.add(m, tokens=m, entropy=out["entropies"], clipped=clipped, weights=weights)
-                sums.add(m, approxkl=(logprobs - old_logprobs).square() / 2)
+                sums.add(
+                    m,
+                    tokens=m,
+                    entropy=out["entropies"],
+                    clipped=clipped,
+                    weights=weights,
+                    approxkl=(logprobs - old_logprobs).square() / 2,
+                    left_out=token_weights == 0,
+                )
                 # `micro_batches` takes back what is added to `micro`, for tokens.jsonl.
                 micro.update(
                     start_logprobs=start_logprobs,
@@ -1101,7 +1083,6 @@ def main(args: Args) -> None:
                     weights=token_weights,
                     clipped=clipped,
                 )
-                sums.add(m, left_out=token_weights == 0)
                 if epoch == 0:  # logged once per response: surprisal, KL, trainer - sampler
                     # Whether `start_logprobs` come from weights that this step had already updated.
                     updated = number > 0 and not needs_start_logprobs
@@ -1130,7 +1111,7 @@ def main(args: Args) -> None:
         }
         adaptive_entropy.update(metrics["policy/entropy_avg"])
         # --kl_target is a mean over tokens; objective/kl is a sum over them.
-        adaptive_kl.update(total["mean_kl"] / total["responses"], len(trainable))
+        adaptive_kl.update(total["token_mean_kl"] / total["responses"], len(trainable))
         run.log_samples(batch)
         # `experience.state`: where the next rollout begins, also that of a resumed run.
         run.finish_step(

@@ -160,13 +160,13 @@ class Args(
     kl_horizon: PositiveInt = 10_000
     """Responses in which --kl_target changes beta by about 20 percent at most."""
     ref_refresh_every: NonNegativeInt = 0
-    """Steps between two copies of the policy's weights to the reference (distill.py: to the teacher;
-    TR-DPO, arXiv:2404.09656); 0 for never."""
+    """Steps between two copies of the policy's weights to the reference (TR-DPO, arXiv:2404.09656);
+    0 for never."""
     rollout_correction: Literal["none", "truncate", "mask", "sequence_mask", "geometric"] | None = (
         None
     )
-    """Multiply the policy loss by rho = pi_start / pi_sampler, probability of a token at the
-    start of the step divided by that when it was sampled.
+    """Multiply the policy loss by rho = pi_old / pi_rollout, probability of a token at the start of
+    the step divided by that when it was sampled.
     truncate: rho of a token, at most --rollout_correction_cap; mask: rho of a token, 0 outside of
     [1 / cap, cap]; sequence_mask: rho of the whole response, 0 above cap; geometric: 1, or 0 for a
     response whose geometric mean of rho is outside of [1 / cap, cap]. Default: truncate where vLLM
@@ -175,8 +175,8 @@ class Args(
     """Largest rho of --rollout_correction; 2 for tokens, 3 for sequences are usual, and 1.001 to 1.1
     for a geometric mean. Default: 2, or 1.1 for geometric."""
     off_policy_delta: NonNegativeFloat = 0.0
-    """Leave a response with a negative advantage out of the policy loss once the mean of log(pi of
-    the sampler / pi) over its tokens is above this; 0.5 is usual, 0 for never (DeepSeek-V3.2)."""
+    """Leave the tokens with a negative advantage out of the policy loss, in a response whose mean of
+    log(pi_rollout / pi) over its tokens is above this; 0.5 is usual, 0 for never (DeepSeek-V3.2)."""
 
     non_stop_penalty: bool = True
     """Penalise a response without a stop token by --penalty_reward_value."""
@@ -189,8 +189,8 @@ class Args(
     """Subtract from each score: this * mean score of its group * its length / greatest length in
     its group, with lengths in tokens of the model. 0 for none."""
     mask_truncated: bool = False
-    """Leave responses without a stop token out of the loss and of their group's baseline; they get
-    no penalty."""
+    """Leave responses without a stop token out of the loss and of any baseline; they get no
+    penalty."""
     filter_groups: Literal["none", "drop", "refill"] = "none"
     """Drop the groups whose scores are all equal; refill samples other prompts in their place
     (DAPO)."""
@@ -201,11 +201,9 @@ class Args(
     }
 
     def rules(self) -> Iterator[tuple[object, str]]:
-        """Yield the conditions that flags must meet, each with what to say otherwise."""
-        yield (
-            self.dual_clip == 0 or self.dual_clip > 1,
-            "--dual_clip must be above 1, or 0 for none",
-        )
+        """Yield the conditions that flags must meet, each with what to say otherwise; the rules that
+        scripts share are in plumbing/cli.py.
+        """
         yield (
             self.group_size >= 2 or self.advantage in ("reinforce++", "remax"),
             "--group_size must be 2 or more with this --advantage, which compares the "
@@ -216,17 +214,13 @@ class Args(
             "--filter_groups requires another --advantage: this one learns from equal scores, too",
         )
         yield (
-            self.filter_groups != "refill" or self.async_steps < 2,
-            "--filter_groups refill requires --async_steps 0 or 1: the first prompt "
-            "of a step is known only after the step before has sampled",
-        )
-        yield (
             not self.length_penalty or (self.group_size >= 2 and self.advantage != "remax"),
             "--length_penalty requires a --group_size of 2 or more and another --advantage than remax",
         )
         yield (
-            not self.turn_rewards or ("episode" in self.reward and self.advantage == "reinforce++"),
-            "--turn_rewards requires episode in --reward and --advantage reinforce++",
+            not self.turn_rewards
+            or (self.environment and "episode" in self.reward and self.advantage == "reinforce++"),
+            "--turn_rewards requires an --environment, episode in --reward and --advantage reinforce++",
         )
         yield (
             self.gamma == 1 or self.advantage == "reinforce++",
@@ -274,31 +268,6 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
     # Clamp d in both terms: below -20 the linear one would still push d down.
     d = d.clamp(min=-MAX_LOG_RATIO)
     return torch.exp(-d) + d - 1
-
-
-class AdaptiveKL:
-    """The weight beta of the KL. --kl_target adapts it (Ziegler et al. 2019, arXiv:1909.08593,
-    section 2.2).
-
-    `coef`: beta of the next step.
-    """
-
-    def __init__(self, args: Args, state: dict):
-        """`state`: of the run, which keeps beta for a resume."""
-        self.args = args
-        self.state = state
-        self.coef = state.get("kl_coef", args.kl_coef) if args.kl_target else args.kl_coef
-
-    def update(self, kl: float, sequences: int) -> None:
-        """Set beta to beta * (1 + clip(kl / target - 1, -0.2, 0.2) * sequences / horizon).
-
-        Args:
-            kl: mean over `sequences` of the mean over tokens. One that is not finite changes nothing.
-        """
-        if self.args.kl_target and math.isfinite(kl):
-            error = min(max(kl / self.args.kl_target - 1, -0.2), 0.2)
-            self.coef *= 1 + error * sequences / self.args.kl_horizon
-            self.state["kl_coef"] = self.coef
 
 
 def clipped_loss(
@@ -390,7 +359,7 @@ def leave_one_out(grouped: Tensor) -> Tensor:
 def old_policy(args: Args, correction: str, updates_per_step: int) -> str:
     """Return which policy is pi_old, the denominator of the ratio.
 
-    "sampler": the policy that sampled the tokens, which is older than the start of the step with
+    "rollout": the policy that sampled the tokens, which is older than the start of the step with
         --async_steps. Not used if --rollout_correction accounts for the difference.
     "start": the policy at the start of the step. An extra forward pass before the first update
         computes its log-probabilities.
@@ -398,7 +367,7 @@ def old_policy(args: Args, correction: str, updates_per_step: int) -> str:
         training gives its log-probabilities, and the ratio is exactly 1.
     """
     if args.async_steps and correction == "none":
-        return "sampler"
+        return "rollout"
     return "start" if updates_per_step > 1 else "current"
 
 
@@ -409,8 +378,8 @@ def correction_weights(
     policy.
 
     Args:
-        old_logprobs, rollout_logprobs: (N, T), by pi_old and by the sampler. They are the same, and
-            all weights 1, where the sampler is pi_old.
+        old_logprobs, rollout_logprobs: (N, T), by pi_old and by the policy that sampled. They are the
+            same, and all weights 1, where that policy is pi_old.
         kind: "truncate": min(rho, cap) (TIS); "mask": rho, 0 outside of [1 / cap, cap] (IcePop);
             "sequence_mask": rho of the whole response, 0 above cap; "geometric": 1, or 0 for a
             response whose geometric mean of rho is outside of [1 / cap, cap]; "none": 1.
@@ -526,8 +495,10 @@ class Policy(nn.Module):
         # In the backward pass logits are computed anew, unless a single chunk holds them all.
         if self.recompute_logits and len(labels) > CHUNK_TOKENS:
             statistics = functools.partial(recomputed, statistics)
-        parts = zip(hidden.split(CHUNK_TOKENS), labels.split(CHUNK_TOKENS))
-        chunks = [statistics(*part, entropy) for part in parts]
+        chunks = [
+            statistics(*chunk, entropy)
+            for chunk in zip(hidden.split(CHUNK_TOKENS), labels.split(CHUNK_TOKENS))
+        ]
         outputs = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
         if entropy and not self.trains_entropy:
             outputs["entropies"] = forbid_gradient("entropies", outputs["entropies"])
@@ -686,7 +657,7 @@ def final_scores(scores: Tensor, lengths: Tensor, stopped: Tensor, args: Args) -
         scores = scores.where(kept, scores.clamp(max=0) if value is None else value)
     if args.overlong_buffer:
         over = lengths - (args.max_response_length - args.overlong_buffer)
-        scores = scores - (over.to(scores.dtype) / args.overlong_buffer).clamp(min=0)
+        scores = scores - (over.to(scores.dtype) / args.overlong_buffer).clamp(0, 1)
     return scores.where(stopped, math.nan) if args.mask_truncated else scores
 
 
@@ -699,12 +670,14 @@ def length_penalties(scores: Tensor, lengths: Tensor, group_size: int, weight: f
 
     Args:
         scores: (N,), as `final_scores` gives them. lengths: (N,), in tokens of the model.
+    Returns:
+        (N,), NaN for a response without a score.
     """
     grouped, lengths = scores.view(-1, group_size), lengths.view(-1, group_size)
     scored = grouped.isfinite()
     longest = lengths.where(scored, 1).amax(1, keepdim=True)
     mean = masked_mean(grouped, scored, 1)[:, None].clamp(min=0)
-    return (weight * mean * lengths / longest).view(-1)
+    return (weight * mean * lengths / longest).where(scored, math.nan).view(-1)
 
 
 def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) -> Experience:
@@ -869,7 +842,7 @@ def main(args: Args) -> None:
     needs_start_logprobs = pi_old == "start" or kl_in == "reward"
     # Models and optimizers have names, and "" is that of the policy.
     rollouts = parts.start(collect, total_steps, {"": optimizer})
-    adaptive_kl = AdaptiveKL(args, run.state)
+    adaptive_kl = utils.AdaptiveKL(args, run.state)
     adaptive_entropy = utils.AdaptiveEntropy(args, run.state)
 
     for step in run.steps():
@@ -926,16 +899,16 @@ def main(args: Args) -> None:
                 set_gradient_sync(wrapped, last)
                 out = forward_tokens(wrapped, inputs, m, entropy=True)
                 logprobs = out["logprobs"]
-                # If they were not computed: with pi_old "current", no update has come before, and
-                # `logprobs` are the same; with pi_old "sampler", only the log reads them.
+                # Without "start_logprobs": pi_old is "current" (this is the step's only update, so
+                # these are the same), or "rollout" (then only the log reads them).
                 start_logprobs = micro.get("start_logprobs", logprobs.detach())
-                by_sampler = micro["rollout_logprobs"]
-                old_logprobs = by_sampler if pi_old == "sampler" else start_logprobs
+                rollout_logprobs = micro["rollout_logprobs"]
+                old_logprobs = rollout_logprobs if pi_old == "rollout" else start_logprobs
                 weights = correction_weights(
-                    old_logprobs, by_sampler, m, sampler.correction, sampler.correction_cap
+                    old_logprobs, rollout_logprobs, m, sampler.correction, sampler.correction_cap
                 )
                 in_loss = off_policy_mask(
-                    logprobs, by_sampler, micro["advantages"], m, args.off_policy_delta
+                    logprobs, rollout_logprobs, micro["advantages"], m, args.off_policy_delta
                 )
                 token_weights = weights * in_loss  # (n, T), in the policy loss
                 log_ratio = logprobs - old_logprobs
@@ -956,12 +929,18 @@ def main(args: Args) -> None:
                     loss = loss + kl_coef * reduce_loss(token_kl, m)
                 optimizer.backward(loss)
                 sums.add(policy_loss=policy_term / len(updates), loss=loss / len(updates))
-                sums.add(m, tokens=m, entropy=out["entropies"], clipped=clipped, weights=weights)
-                sums.add(m, approxkl=(logprobs - old_logprobs).square() / 2)
+                sums.add(
+                    m,
+                    tokens=m,
+                    entropy=out["entropies"],
+                    clipped=clipped,
+                    weights=weights,
+                    approxkl=(logprobs - old_logprobs).square() / 2,
+                    left_out=token_weights == 0,
+                )
                 # `micro_batches` takes back what is added to `micro`, for tokens.jsonl.
                 micro.update(start_logprobs=start_logprobs, entropies=out["entropies"])
                 micro.update(weights=token_weights, clipped=clipped)
-                sums.add(m, left_out=token_weights == 0)
                 if epoch == 0:  # logged once per response: surprisal, KL, trainer - sampler
                     # Whether `start_logprobs` come from weights that this step had already updated.
                     updated = number > 0 and not needs_start_logprobs
@@ -989,7 +968,7 @@ def main(args: Args) -> None:
         }
         adaptive_entropy.update(metrics["policy/entropy_avg"])
         # --kl_target is a mean over tokens; objective/kl is a sum over them.
-        adaptive_kl.update(total["mean_kl"] / total["responses"], len(trainable))
+        adaptive_kl.update(total["token_mean_kl"] / total["responses"], len(trainable))
         run.log_samples(batch)
         # `experience.state`: where the next rollout begins, also that of a resumed run.
         run.finish_step(

@@ -4,9 +4,7 @@ optimizer, clock, sums.
 Imports nothing of this project.
 """
 
-import atexit
 import contextlib
-import functools
 import hashlib
 import math
 import os
@@ -23,7 +21,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
-from huggingface_hub import constants, get_session
 from torch import Tensor, nn
 from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
@@ -33,16 +30,6 @@ VERSION = "0.5.0"  # of the project; CHANGELOG.md and CITATION.cff have it, too
 ROOT = os.path.dirname(os.path.abspath(__file__))
 # After SIGTERM or SIGINT. If the first step had begun, a checkpoint was saved.
 EXIT_INTERRUPTED = 75
-
-
-@atexit.register  # the first one, so it runs last
-def silence_triton() -> None:
-    """Drop what is printed from here on: Triton, which vLLM brings, lists memory of its own at the
-    end of each process, in 30 lines.
-    """
-    if "triton" in sys.modules:
-        sys.stderr.flush()
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def one_line(message: str) -> str:
@@ -69,16 +56,15 @@ class Interrupted(Exception):
     """SIGTERM or SIGINT came, and the run stops; a command exits with code 75 then."""
 
 
-def say(message: str) -> None:
-    """Print one line on stdout, above the progress bars, from rank 0 only."""
+def say(message: str, file: Any = None) -> None:
+    """Print one line above the progress bars, from rank 0 only; on stdout by default."""
     if os.environ.get("RANK", "0") == "0":
-        tqdm.write(one_line(message))
+        tqdm.write(one_line(message), file)
 
 
 def warn(message: str) -> None:
-    """Print one line on stderr, above the progress bars, from rank 0 only."""
-    if os.environ.get("RANK", "0") == "0":
-        tqdm.write(f"warning: {one_line(message)}", sys.stderr)
+    """Print one line on stderr, as `say` does."""
+    say(f"warning: {message}", sys.stderr)
 
 
 @dataclass
@@ -206,8 +192,7 @@ def generator(*key: Any) -> np.random.Generator:
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, for a one-line report."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0]
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 @contextlib.contextmanager
@@ -226,18 +211,6 @@ def as_user_error(flag: str):
         raise UserError(f"{flag}: {first_line(error)}") from error
 
 
-@functools.cache
-def go_offline_if_unreachable() -> None:
-    """Make the hub's library read only its cache if the hub does not answer. Otherwise each call
-    would try to reach it for a minute.
-    """
-    try:
-        get_session().head(constants.ENDPOINT, timeout=10)
-    except Exception:  # any error of the network or of a proxy
-        constants.HF_HUB_OFFLINE = True
-        os.environ["HF_HUB_OFFLINE"] = "1"
-
-
 class Optimizer:
     """AdamW with a schedule, gradient clipping, and a guard: a gradient that is not finite never
     reaches the weights.
@@ -254,7 +227,7 @@ class Optimizer:
         prefix: of the flags to go by, "critic_" for --critic_learning_rate and so on.
     """
 
-    MAX_SKIPPED = 5  # updates in a row without a finite gradient, before the run fails
+    MAX_SKIPPED = 5  # updates in a row without a finite gradient; the run fails at the next one
 
     def __init__(
         self, model: nn.Module, args: Any, steps: int, updates_per_step: int = 1, prefix: str = ""
@@ -270,9 +243,8 @@ class Optimizer:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         matrices = [p for p in self.parameters if p.ndim >= 2]
         others = [p for p in self.parameters if p.ndim < 2]
-        decay = setting("weight_decay")
         groups = [
-            {"params": matrices, "weight_decay": decay},
+            {"params": matrices, "weight_decay": setting("weight_decay")},
             {"params": others, "weight_decay": 0.0},
         ]
         self.adam = torch.optim.AdamW(groups, lr=0.0, betas=args.adam_betas, fused=True)
@@ -377,6 +349,31 @@ class Optimizer:
         for name in self.counters:
             # A run with another --precision has saved no scale.
             setattr(self, name, state.get(name, getattr(self, name)))
+
+
+class AdaptiveKL:
+    """The weight beta of the KL. --kl_target adapts it (Ziegler et al. 2019, arXiv:1909.08593,
+    section 2.2).
+
+    `coef`: beta of the next step.
+    """
+
+    def __init__(self, args: Any, state: dict):
+        """`state`: of the run, which keeps beta for a resume."""
+        self.args = args
+        self.state = state
+        self.coef = state.get("kl_coef", args.kl_coef) if args.kl_target else args.kl_coef
+
+    def update(self, kl: float, sequences: int) -> None:
+        """Set beta to beta * (1 + clip(kl / target - 1, -0.2, 0.2) * sequences / horizon).
+
+        Args:
+            kl: mean over `sequences` of the mean over tokens. One that is not finite changes nothing.
+        """
+        if self.args.kl_target and math.isfinite(kl):
+            error = min(max(kl / self.args.kl_target - 1, -0.2), 0.2)
+            self.coef *= 1 + error * sequences / self.args.kl_horizon
+            self.state["kl_coef"] = self.coef
 
 
 class AdaptiveEntropy:
@@ -542,15 +539,10 @@ class Clock:
             seconds_before: of the run before it was resumed.
         """
         self.device = world.device
-        self.start_time = time.perf_counter() - seconds_before
+        self.start_time = self.phase_start = time.perf_counter() - seconds_before
         self.phase = ""
-        self.phase_start = 0.0
         self.seconds: dict[str, float] = defaultdict(float)
-        self.begin_step()
-
-    def begin_step(self) -> None:
-        """Begin a step."""
-        self.peak_memory_gb = 0.0
+        self.peak_memory_gb = 0.0  # of a step; the run sets it to 0 where one begins
 
     def begin_phase(self, phase: str) -> None:
         """Begin a phase, which ends the one before; "" for none."""

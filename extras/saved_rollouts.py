@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from plumbing.models.sharding import model_device
 from plumbing.rollout.batch import Batch, Sample
+from plumbing.run.log import read_args
 from utils import as_user_error
 
 
@@ -25,14 +26,14 @@ class FileSampler(SimpleNamespace):
     It has the fields of the Sampler, which is `sampler`; `folder` is that of the run.
     """
 
-    def rollout(self, rows: list, samples: int, key: tuple, greedy: bool = False) -> Batch:
+    def rollout(self, rows: list, per_prompt: int, key: tuple, greedy: bool = False) -> Batch:
         """See `Sampler.rollout`; raise a UserError if a saved rollout is missing, or of other
         prompts or token ids. What only metrics of conversations read is not saved.
         """
         path = f"{self.args.rollouts_from or self.folder}/rollouts/{'_'.join(map(str, key))}"
-        asked = [row for row in rows for _ in range(samples + greedy)]
+        asked = [row for row in rows for _ in range(per_prompt + greedy)]
         if not self.args.rollouts_from:
-            batch = self.sampler.rollout(rows, samples, key, greedy)
+            batch = self.sampler.rollout(rows, per_prompt, key, greedy)
             if self.world.main:
                 save(path, asked, batch)
             return batch
@@ -48,6 +49,15 @@ class FileSampler(SimpleNamespace):
                     "is of other prompts, or without greedy responses; --dataset, --shuffle, --rollout_batch_size, "
                     "--group_size, the prompts' template and the tokenizer have to be those of the run that saved it"
                 )
+            if not getattr(self.args, "turn_rewards", False):
+                tensors.pop("turn_rewards", None)
+            else:  # they are times the weight of their source
+                saved = read_args(self.args.rollouts_from)["args"]
+                same = [saved[x] == [*getattr(self.args, x)] for x in ("reward", "reward_weights")]
+                if "turn_rewards" not in tensors or not all(same):
+                    raise ValueError(
+                        "--turn_rewards, --reward and --reward_weights have to be those of the run that saved it"
+                    )
         read = [Sample(outputs={}, **lines[i]) for i in chosen]
         for i, x, row in zip(chosen, read, asked):
             x.row = row | x.row
@@ -62,7 +72,8 @@ def save(path: str, asked: list, batch: Batch) -> None:
     """Save a rollout of some rows."""
     os.makedirs(os.path.dirname(path), exist_ok=True)
     names = {name for x in batch.samples for name in x.outputs}
-    save_file({name: batch.tokens[name].float() for name in names}, f"{path}.safetensors")
+    # Times 1.0: the mask as numbers. Turn rewards stay float64.
+    save_file({name: 1.0 * batch.tokens[name] for name in names}, f"{path}.safetensors")
     with open(f"{path}.jsonl", "w") as file:
         for row, x in zip(asked, batch.samples):
             line = {

@@ -95,7 +95,8 @@ def cut_by_prompt(
         while responses:
             prompt = prompt_length(batch, responses)
             longest = len(batch.samples[responses[0]].response)
-            count = max(1, (budget - prompt) // longest)
+            # A response without a token, as of an environment that has failed, has nothing to share.
+            count = max(1, (budget - prompt) // longest) if longest else 1
             part, responses = responses[:count], responses[count:]
             if prompt * (len(part) - 1) < LEAST_SAVED * len(part) * (prompt + longest):
                 whole += part

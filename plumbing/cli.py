@@ -281,6 +281,8 @@ class RolloutArgs(SamplingArgs):
                 "--compile requires --async_steps 0 or --rollout_backend server: torch compiles in one "
                 "thread only",
             )
+        if self.rollouts_from:
+            yield not self.save_rollouts, "--save_rollouts and --rollouts_from exclude each other"
         if self.vllm_tensor_parallel > 1:
             yield backend == "vllm", "--vllm_tensor_parallel requires --rollout_backend vllm"
             yield (
@@ -390,6 +392,15 @@ class PolicyArgs(OptimizerArgs):
         yield (
             self.overlong_buffer <= self.max_response_length,
             "--overlong_buffer must be at most --max_response_length",
+        )
+        yield (
+            self.dual_clip == 0 or self.dual_clip > 1,
+            "--dual_clip must be above 1, or 0 for none",
+        )
+        yield (
+            self.filter_groups != "refill" or self.async_steps < 2,
+            "--filter_groups refill requires --async_steps 0 or 1: the first prompt "
+            "of a step is known only after the step before has sampled",
         )
         if self.pass_rates:
             low, high = self.pass_rates

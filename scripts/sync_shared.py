@@ -30,6 +30,7 @@ MAY_DIFFER = (  # what has one name and may differ
     "Args.clip_low",  # its default depends on grpo's --loss
     "Args.clip_high",  # its default depends on grpo's --loss
     "Args.system_prompt",  # grpo.py, rloo.py and ppo.py: by default that of the source of --reward
+    "Args.ref_refresh_every",  # distill.py refreshes its teacher
     "Args.turn_rewards",  # grpo.py makes advantages of them, rloo.py and ppo.py rewards of tokens
     "Args.loss_aggregation",  # its default depends on grpo's --loss and on rloo's --ratio
 )

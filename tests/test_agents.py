@@ -20,7 +20,6 @@ from test_turns import tokenizer_of as tokenizer_of  # a fixture
 from tiny_models import CPU, WORLD, random_model
 
 import grpo
-import ppo
 from extras.episodes import agents
 from extras.episodes.agents import Agents, plain
 from extras.episodes.conversations import Conversation
@@ -381,18 +380,6 @@ def test_calls_of_requests(call, arguments):
     (said,) = turn["tool_calls"]
     assert said["function"] == {"name": "f", "arguments": arguments}
     assert turn["content"] == "" and answer == {"role": "tool", "content": "3", "name": "f"}
-
-
-def test_turn_rewards_and_a_last_turn_that_does_not_train(play):
-    """The reward stands where tokens train: as the rest of the score, at the last of them."""
-    code = "ask(user('w'), temperature=0); ask(user('x')); ask(user('y'), temperature=0)"
-    [one], _ = play(code, script=ppo, turn_rewards=True)
-    assert one.reward == 1.0 and not one.outputs["response_mask"][-1]
-    assert {len(x) for x in one.outputs.values()} == {len(one.response)}
-    mask = torch.tensor(one.outputs["response_mask"])[None].bool()
-    earlier = torch.tensor(one.outputs["turn_rewards"])[None]
-    rewards = ppo.token_rewards(torch.ones(1), None, mask, 0.0, earlier)
-    assert rewards[mask].tolist() == [0.0, 0.0, 1.0]
 
 
 def server_of(*command, port: int, **variables) -> subprocess.Popen:

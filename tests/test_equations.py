@@ -23,7 +23,6 @@ import ppo
 import rloo
 import utils
 from grpo import (
-    AdaptiveKL,
     entropy_from_logprobs,
     group_advantages,
     kl_estimate,
@@ -194,6 +193,7 @@ def test_gdpo_by_loops(weights):
     args = grpo.Args(
         reward=("a", "b", "c"), reward_weights=weights, group_size=4, max_response_length=10
     )
+    args.advantage_scale = "gdpo"
     args.overlong_buffer = 4
     args.penalty_reward_value = -1.0
     samples = [
@@ -212,7 +212,7 @@ def test_gdpo_by_loops(weights):
     final = lambda x, n: (x if n < 10 else -1.0) - max(0, n - 6) / 4
     penalized = [[final(*pair) for pair in zip(scores, lengths)] for scores in sources]
     penalized[1:] = [scores[:8] + [0.0] * 4 for scores in penalized[1:]]
-    advantages = group_advantages(grpo.decoupled_scores(batch, args), 4, "gdpo")
+    advantages = group_advantages(grpo.outcomes_of(batch, args), 4, "gdpo")
     close(advantages, gdpo_by_hand(penalized, weights, 4))
     if weights == (1.0, 0.0, 0.0):  # one reward: GRPO's advantages, at another scale
         plain = group_advantages(batch.scores, 4, "group")
@@ -264,8 +264,8 @@ def test_expectations_and_gradients_of_the_kl_estimators():
     [
         (0, "none", 1, "current"),
         (0, "truncate", 2, "start"),
-        (2, "none", 1, "sampler"),
-        (2, "none", 2, "sampler"),
+        (2, "none", 1, "rollout"),
+        (2, "none", 2, "rollout"),
         (2, "truncate", 1, "current"),
         (2, "truncate", 2, "start"),
     ],
@@ -276,7 +276,7 @@ def test_to_which_policy_the_ratio_is(async_steps, correction, updates, expected
 
 def test_a_kl_that_is_not_finite_leaves_its_coefficient():
     """Of others tests/agreement has it."""
-    adaptive_kl = AdaptiveKL(grpo.Args(kl_coef=0.5, kl_target=0.1), {})
+    adaptive_kl = utils.AdaptiveKL(grpo.Args(kl_coef=0.5, kl_target=0.1), {})
     for kl in (NAN, INF):
         adaptive_kl.update(kl, 100)
     assert adaptive_kl.coef == 0.5
@@ -466,7 +466,7 @@ def test_final_scores(script):
     # count, mean, squared deviations: standard deviation 1.5
     so_far = [[5, 1.0, 9.0]] if script is ppo else []
     for options, expected in FINAL["all scripts"] + FINAL["ppo"] * (script is ppo):
-        args = script.Args(max_response_length=10, **{"non_stop_penalty": False, **options})
+        args = script.Args(**{"max_response_length": 10, "non_stop_penalty": False, **options})
         close(script.final_scores(scores, lengths, stopped, *so_far, args), expected, 1e-8)
 
 
@@ -479,7 +479,8 @@ def test_length_penalties_by_loops(script):
         group = [(s, n) for s, n in zip(scores, lengths)][start : start + 3]
         scored = [(s, n) for s, n in group if not math.isnan(s)] or [(0.0, 1)]
         mean = max(0.0, statistics.fmean(s for s, _ in scored))
-        expected += [0.25 * mean * n / max(n for _, n in scored) for _, n in group]
+        most = max(n for _, n in scored)
+        expected += [NAN if math.isnan(s) else 0.25 * mean * n / most for s, n in group]
     close(script.length_penalties(double(*scores), torch.tensor(lengths), 3, 0.25), expected)
 
 

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 import utils
 from grpo import Args
 from plumbing.models import loading
-from plumbing.models.config import check_fits
+from plumbing.models.config import check_fits, go_offline_if_unreachable
 from plumbing.models.forward import checkpoint_blocks, last_hidden_states, set_attention
 from plumbing.models.tokenizer import load_tokenizer, read_tokenizer, stop_token_ids
 from plumbing.rollout.batch import collate
@@ -59,13 +59,13 @@ def test_a_hub_that_does_not_answer(monkeypatch):
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    utils.go_offline_if_unreachable.cache_clear()
+    go_offline_if_unreachable.cache_clear()
     pauses = []
     monkeypatch.setattr(time, "sleep", pauses.append)
     with pytest.raises(utils.UserError):
         read_tokenizer("--model", "no/such")
     assert not pauses
-    utils.go_offline_if_unreachable.cache_clear()
+    go_offline_if_unreachable.cache_clear()
 
 
 # ---- tokens that end a response ------------------------------------------------------------------

@@ -429,7 +429,7 @@ def test_the_reference_is_refreshed_after_its_steps(base, tmp_path, monkeypatch,
     """A policy that was just taken over has no KL to itself. The controller gets that of a token,
     of which all responses have ten.
     """
-    updates = recorded(monkeypatch, __import__(script).AdaptiveKL, "update")
+    updates = recorded(monkeypatch, utils.AdaptiveKL, "update")
     values = variant(
         base,
         tmp_path,
@@ -454,9 +454,9 @@ def test_the_reference_is_refreshed_after_its_steps(base, tmp_path, monkeypatch,
 
 @pytest.mark.parametrize("loaded", [True, False])
 def test_only_triton_is_silenced_and_only_at_the_end(loaded):
-    """Its lines come after all handlers, as does what one that was registered before utils writes."""
+    """Its lines come after all handlers, as does what one that was registered before ours writes."""
     code = (
-        "import atexit, os, sys\natexit.register(os.write, 2, b'late')\nimport utils\n"
+        "import atexit, os, sys\natexit.register(os.write, 2, b'late')\nimport plumbing.run.command\n"
         f"sys.modules.pop('triton', None)\nif {loaded}: sys.modules['triton'] = sys\n"
         "atexit.register(os.write, 2, b'handler')\nprint('early', file=sys.stderr)"
     )

@@ -44,6 +44,7 @@ def again(monkeypatch):
             **values,
             "rollouts_from": str(folder_of(values)),
             "run_name": "second",
+            "save_rollouts": False,
             **changes,
         }
         run_here(values, script)

@@ -1,9 +1,12 @@
 """A teacher of distill.py on a vLLM server: what scripts/vllm_server.py starts, or vLLM as it is."""
 
 import asyncio
+import math
 from typing import Any, Callable
 
 import numpy as np
+import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from extras.vllm.servers import SERVER_PATIENCE, SERVER_START, ask_server
@@ -14,6 +17,26 @@ from plumbing.rollout.batch import Sample
 from utils import Interrupted, UserError, World, first_line, say, warn
 
 REQUESTS = 64  # under way, for each rank
+
+
+def spread_rest(tokens: Tensor, top_logprobs: Tensor, logprobs: Tensor) -> Tensor:
+    """Return log-probabilities (..., V) of a teacher of which K tokens are known. The others share
+    what is left in the proportions of the student.
+
+    The divergences of the result, and their gradients, are those over the K tokens and one entry for
+    all others, whose probabilities are 1 minus the sums.
+
+    Args:
+        tokens, top_logprobs: (..., K), the known tokens, of which some may be the same, and their
+            log-probabilities. logprobs: (..., V), of the student, without gradient.
+    """
+    unknown = torch.full_like(logprobs, -math.inf)
+    known = unknown.scatter(-1, tokens, top_logprobs.to(logprobs.dtype))
+    is_known = known > -math.inf
+    # What the known probabilities leave of 1. A server sends float32, and less is its rounding.
+    rest = (1 - known.exp().sum(-1, keepdim=True)).clamp(min=1e-7)
+    of_student = logprobs.masked_fill(is_known, -math.inf).logsumexp(-1, keepdim=True)
+    return torch.where(is_known, known, logprobs + rest.log() - of_student)
 
 
 class ServedTeacher:

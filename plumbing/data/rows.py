@@ -9,7 +9,8 @@ from typing import Annotated, Any, Iterable, Iterator, TypedDict
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from utils import UserError, as_user_error, go_offline_if_unreachable
+from plumbing.models.config import go_offline_if_unreachable
+from utils import UserError, as_user_error
 
 
 class Row(TypedDict, total=False):

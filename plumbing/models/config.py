@@ -1,14 +1,28 @@
 """What the files of a model say before its weights are read: its configuration, its positions, and
-the base of an adapter.
+the base of an adapter; and whether the hub answers that has them.
 """
 
+import functools
 import json
 import math
 import os
 
 import transformers
+from huggingface_hub import constants, get_session
 
 from utils import UserError, as_user_error
+
+
+@functools.cache
+def go_offline_if_unreachable() -> None:
+    """Make the hub's library read only its cache if the hub does not answer. Otherwise each call
+    would try to reach it for a minute.
+    """
+    try:
+        get_session().head(constants.ENDPOINT, timeout=10)
+    except Exception:  # any error of the network or of a proxy
+        constants.HF_HUB_OFFLINE = True
+        os.environ["HF_HUB_OFFLINE"] = "1"
 
 
 def load_config(flag: str, name: str) -> transformers.PretrainedConfig:

@@ -20,6 +20,7 @@ from utils import UserError, as_user_error, warn
 
 if TYPE_CHECKING:
     from plumbing.models.sharding import Sharding
+    from plumbing.run.setup import Setup
 
 # --precision: the format of weights that train, and of matrix products (None: the same).
 FORMATS = {
@@ -262,3 +263,26 @@ def load_reference(
             f"--ref_refresh_every: {flag} {name} has other layers or shapes than the policy"
         )
     return reference, bool(args.ref_refresh_every or was_refreshed)
+
+
+def load_teacher(args: Any, make_policy: Callable, parts: "Setup") -> Any:
+    """Return what --teacher of distill.py names: a frozen Policy, or the one that trains; a
+    ServedTeacher; or None.
+    """
+    if not args.teacher:
+        return None
+    if args.is_served:
+        from extras.vllm.teacher import ServedTeacher
+
+        return ServedTeacher(args, parts.sampler.tokenizer, parts.prompts)
+    if args.teacher == "self":
+        return parts.policy
+    name = args.teacher
+    # A resumed run goes on with the teacher as it was last refreshed.
+    if args.ref_refresh_every and parts.run.checkpoint:
+        name = os.path.join(parts.run.checkpoint, "teacher")
+    dtype = parts.precision.frozen_dtype
+    teacher = load_frozen("--teacher", name, make_policy, dtype, parts.sharding)
+    if args.ref_refresh_every:
+        parts.models["teacher"] = teacher.model
+    return teacher

@@ -11,8 +11,8 @@ from typing import Any
 import transformers
 from transformers import PreTrainedTokenizerBase
 
-from plumbing.models.config import base_of, find_file, load_config
-from utils import UserError, as_user_error, go_offline_if_unreachable, say, warn
+from plumbing.models.config import base_of, find_file, go_offline_if_unreachable, load_config
+from utils import UserError, as_user_error, say, warn
 
 # A conversation that shows what a chat template writes around a turn.
 TURNS = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "A-TURN"}]

@@ -84,12 +84,12 @@ class Sampler:
         self.reward_sources.waited = 0.0
         return {"time/reward": waited, **(self.engine or self.decoding).metrics()}
 
-    def rollout(self, rows: list[Row], samples: int, key: tuple, greedy: bool = False) -> Batch:
+    def rollout(self, rows: list[Row], per_prompt: int, key: tuple, greedy: bool = False) -> Batch:
         """Sample and score responses to some prompts, spread over the ranks.
 
         Args:
             rows: prompts of all ranks.
-            samples: responses per prompt whose tokens are drawn.
+            per_prompt: responses whose tokens are drawn.
             key: names the random numbers, see `utils.generator`.
             greedy: whether each prompt also gets a greedy response, the last of its group.
         Returns:
@@ -97,8 +97,8 @@ class Sampler:
         Raises:
             Interrupted: on all ranks, if one of them was asked to save and exit.
         """
-        size = samples + greedy  # of a group, the responses to a prompt
-        draws, tool_seeds = self.random_numbers(len(rows), samples, key, greedy)
+        size = per_prompt + greedy  # of a group, the responses to a prompt
+        draws, tool_seeds = self.random_numbers(len(rows), per_prompt, key, greedy)
         asked = [row for row in rows for _ in range(size)]  # a row for each response
         at_once = size if self.reward_sources.whole else 1  # responses that one rank has to have
         parts = [range(i, i + at_once) for i in range(0, len(asked), at_once)]
@@ -114,7 +114,7 @@ class Sampler:
                 sample.starts = conversation.starts
             else:
                 sample = Sample(asked[i], response, outputs, response[-1] in self.stop_ids)
-            sample.greedy = i % size == samples
+            sample.greedy = i % size == per_prompt
             sample.text = self.tokenizer.decode(sample.response, skip_special_tokens=True)
             scoring.add(place, sample)
             self.show_ended(key, len(scoring.samples), len(local))
@@ -144,7 +144,7 @@ class Sampler:
         return batch
 
     def random_numbers(
-        self, prompts: int, samples: int, key: tuple, greedy: bool
+        self, prompts: int, per_prompt: int, key: tuple, greedy: bool
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return a row of random numbers for each response of all ranks, whichever rank samples it.
 
@@ -153,7 +153,7 @@ class Sampler:
             engine, -1 for a greedy response; and (N,) seeds for the random numbers of tools.
         """
         rng = utils.generator(*key)
-        count = prompts * samples
+        count = prompts * per_prompt
         tool_seeds = np.zeros(count, dtype=int)
         if self.conversations:
             tool_seeds = rng.integers(2**62, size=count)
@@ -163,7 +163,7 @@ class Sampler:
         else:
             draws = rng.integers(2**62, size=(count, 1))
         if greedy:
-            behind = samples * np.arange(1, prompts + 1)  # each group
+            behind = per_prompt * np.arange(1, prompts + 1)  # each group
             draws = np.insert(draws, behind, -1, axis=0)
             # Drawn last: the other responses have the same numbers without a greedy one.
             tool_seeds = np.insert(tool_seeds, behind, rng.integers(2**62, size=prompts))

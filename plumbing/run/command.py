@@ -2,6 +2,7 @@
 error.
 """
 
+import atexit
 import contextlib
 import faulthandler
 import functools
@@ -34,6 +35,17 @@ from utils import (
     say,
     warn,
 )
+
+
+@atexit.register  # before vLLM loads Triton, so it runs last
+def silence_triton() -> None:
+    """Drop what is printed from here on: Triton, which vLLM brings, lists memory of its own at the
+    end of each process, in 30 lines.
+    """
+    if "triton" in sys.modules:
+        sys.stderr.flush()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+
 
 OUT_OF_MEMORY = (  # printed where a torch.OutOfMemoryError ends a run
     "a GPU is out of memory: lower --micro_batch_tokens or --generation_batch_size, "

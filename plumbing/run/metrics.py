@@ -110,7 +110,7 @@ def add_rollout(
     if estimate_kl and "ref_logprobs" in micro:
         kl = torch.where(m, estimate_kl(logprobs, micro["ref_logprobs"]), 0.0).sum(1)  # (n,)
         lengths = m.sum(1).clamp(min=1)
-        sums.add(kl=kl.sum(), mean_kl=(kl / lengths).sum())
+        sums.add(kl=kl.sum(), token_mean_kl=(kl / lengths).sum())
 
 
 def mismatch_metrics(total: dict[str, float], step: int, batch: Batch) -> dict[str, float]:
@@ -136,8 +136,8 @@ def mismatch_metrics(total: dict[str, float], step: int, batch: Batch) -> dict[s
     if difference > MOST_MISMATCH and metrics["rollout/staleness"] == 0:
         warn(
             f"step {step}: rollout and trainer differ by {difference:.3f} in a token's mean probability. --top_p, "
-            "--repetition_penalty and --min_response_length do that; else try --precision float32, or "
-            "--rollout_backend hf to see which is wrong"
+            "--repetition_penalty, --min_response_length and --rollouts_from do that; else try --precision "
+            "float32, or --rollout_backend hf to see which is wrong"
         )
     return metrics | {
         "rollout/logprob_diff_mean": total["mismatch"] / total["compared"],

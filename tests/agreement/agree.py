@@ -277,7 +277,7 @@ def kl_and_values(x: dict[str, Tensor]) -> dict[str, Tensor]:
         quantities[f"{name}, gradient{choice}"] = gradient * mask
     mean_kl = grpo.masked_mean(quantities["KL: k3"], mask, 1).mean().item()
     flags = grpo.Args(kl_coef=BETA, kl_target=0.5, kl_horizon=1000)
-    controllers = [grpo.AdaptiveKL(flags, {}) for _ in range(3)]
+    controllers = [utils.AdaptiveKL(flags, {}) for _ in range(3)]
     for controller, kl in zip(controllers, (mean_kl, 0.52, 0.01)):
         controller.update(kl, len(mask))
     beta = [controller.coef for controller in controllers]
@@ -302,9 +302,7 @@ def kl_and_values(x: dict[str, Tensor]) -> dict[str, Tensor]:
             (logits / TEMPERATURE).log_softmax(-1) for logits in (leaf, x["logits"].flip(-1))
         )
         kind = {0.0: "forward_kl", 1.0: "reverse_kl"}.get(beta, "jsd")
-        loss = (
-            distill.masked_sum(distill.divergence(student, teacher, kind, beta), mask) / mask.sum()
-        )
+        loss = grpo.masked_sum(distill.divergence(student, teacher, kind, beta), mask) / mask.sum()
         quantities[f"distillation: beta {beta}"] = loss.detach()
         (quantities[f"distillation: beta {beta}, gradient"],) = torch.autograd.grad(loss, leaf)
     return quantities
