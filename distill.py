@@ -357,7 +357,7 @@ class Policy(nn.Module):
         hidden: Tensor,
         labels: Tensor,
         rollout_logprobs: Tensor,
-        of_teacher: Tensor | None,
+        teacher_logits: Tensor | None,
         teacher_tokens: Tensor | None,
     ) -> dict[str, Tensor]:
         """Return outputs (chunk,) of a chunk of tokens: "losses", and for the log "logprobs" and
@@ -366,7 +366,7 @@ class Policy(nn.Module):
 
         Args:
             hidden: (chunk, H). labels, rollout_logprobs: (chunk,).
-            of_teacher, teacher_tokens: see `teacher_chunks`.
+            teacher_logits, teacher_tokens: see `teacher_chunks`.
         """
         student_logprobs = (head_logits(self.model, hidden) / self.temperature).log_softmax(-1)
         at_labels = lambda x: x.gather(-1, labels[:, None])[:, 0]  # (chunk, V) -> (chunk,)
@@ -376,14 +376,14 @@ class Policy(nn.Module):
             "losses": -logprobs,
             "entropies": entr(student_logprobs.detach().exp()).sum(-1),
         }
-        if of_teacher is None:
+        if teacher_logits is None:
             return outputs
         if teacher_tokens is not None:
             from extras.vllm.teacher import spread_rest
 
-            of_teacher = spread_rest(teacher_tokens, of_teacher, student_logprobs.detach())
+            teacher_logits = spread_rest(teacher_tokens, teacher_logits, student_logprobs.detach())
         # The head of a teacher may have more rows than the vocabulary has tokens.
-        teacher_logprobs = of_teacher[:, : student_logprobs.shape[-1]].log_softmax(-1)
+        teacher_logprobs = teacher_logits[:, : student_logprobs.shape[-1]].log_softmax(-1)
         if self.args.estimator == "exact":
             outputs["losses"] = divergence(
                 student_logprobs, teacher_logprobs, self.args.divergence, self.args.jsd_beta

@@ -1,5 +1,6 @@
 """--save_rollouts, and --rollouts_from that trains on them: a second run is the first, bit for bit."""
 
+import json
 import shutil
 from types import SimpleNamespace
 
@@ -106,6 +107,9 @@ def test_contexts_of_an_agent(tmp_path):
     row = {"prompt": "a", "query": [5], "answer": "b"}
     tokens, values = np.array([4, 5, 6], np.int32), np.array([1, 0, 1], np.float32)
     outputs = dict(rollout_logprobs=-values, response_mask=values, policy_steps=values)
+    outputs["turn_rewards"] = np.array([0.0, 0.0, 0.1])
+    flags = dict(turn_rewards=True, reward=("episode",), reward_weights=(2.0,))
+    (tmp_path / "args.json").write_text(json.dumps({"args": flags}))
     samples = [
         Sample({**row, "prompt": "c", "query": [6, 7]}, tokens, outputs, False, starts=[2]),
         Sample(row, tokens[:1], {"rollout_logprobs": -values[:1]}, True, text="d"),
@@ -113,7 +117,7 @@ def test_contexts_of_an_agent(tmp_path):
     batch = Batch.from_samples(samples, CPU)
     assert batch.tokens["policy_steps"].tolist() == [[1, 0, 1], [0, 0, 0]]
     sampler = FileSampler(
-        args=SimpleNamespace(rollouts_from=""),
+        args=SimpleNamespace(rollouts_from="", **flags),
         folder=tmp_path,
         world=SimpleNamespace(main=True),
         sampler=SimpleNamespace(rollout=lambda *_: batch),
@@ -127,5 +131,11 @@ def test_contexts_of_an_agent(tmp_path):
     assert [x.row for x in read.samples] == [x.row for x in samples]
     assert all(torch.equal(x, batch.tokens[name]) for name, x in read.tokens.items())
     assert read_lines(tmp_path / "rollouts/rollout_1_1.jsonl")[1]["text"] == "d"
+    # Turn rewards, float64, are times the weight of episode.
+    sampler.args.turn_rewards = False
+    assert "turn_rewards" not in sampler.rollout([row], 2, ("rollout", 1, 1)).tokens
+    sampler.args.turn_rewards, sampler.args.reward_weights = True, (1.0,)
+    with pytest.raises(UserError, match="--reward and --reward_weights have to be"):
+        sampler.rollout([row], 2, ("rollout", 1, 1))
     with pytest.raises(UserError, match="without greedy"):
         sampler.rollout([row], 1, ("rollout", 1, 1), greedy=True)

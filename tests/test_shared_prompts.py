@@ -17,8 +17,8 @@ from plumbing.models.loading import precision
 from plumbing.models.sharding import Sharding
 from plumbing.rollout.batch import Batch, Sample, forward_batch, forward_tokens
 
-# Two prompts that are worth sharing, and one that is not.
-QUERIES = [[*range(3, 17)], [*range(9, 18)], [5]]
+# Two prompts that are worth sharing, one that is not, and one whose responses have no token.
+QUERIES = [[*range(3, 17)], [*range(9, 18)], [5], [*range(3, 15)]]
 SIZE = 4  # responses per prompt
 
 
@@ -29,6 +29,8 @@ def make_batch() -> Batch:
         for query in QUERIES
         for _ in range(SIZE)
     ]
+    for sample in samples[3 * SIZE :]:
+        sample.response = sample.response[:0]
     return Batch.from_samples(samples, CPU)
 
 
