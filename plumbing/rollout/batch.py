@@ -86,7 +86,7 @@ class Batch:
     trained_tokens: int = 0  # of the updates, prompts included, over all ranks
     # Of the responses whose latest update ran on this rank: {response: (its place in a
     # micro-batch, what the loop added to the slices of it)}.
-    updated: dict[int, tuple[int, dict[str, Tensor]]] = field(default_factory=dict)
+    added: dict[int, tuple[int, dict[str, Tensor]]] = field(default_factory=dict)
 
     @staticmethod
     def from_samples(samples: list[Sample], device: torch.device) -> "Batch":
@@ -187,10 +187,10 @@ class Batch:
             the inputs of a model, see `cut`, followed by those of a teacher if there are
             `teacher_contexts`; the slices (n, T) of `tokens`, where T is the longest response of the
             micro-batch; and whether it is the last one.
-            What the loop adds to the slices, (n, T) by name, goes to `updated`.
+            What the loop adds to the slices, (n, T) by name, goes to `added`.
         """
         for i in chosen:  # another rank may have the latest update of a response this time
-            self.updated.pop(i, None)
+            self.added.pop(i, None)
         own = self.lengths
         self.trained_tokens += sum(own[i] for i in chosen)
         cuts = self.cut(chosen, args, world)
@@ -202,15 +202,15 @@ class Batch:
                 inputs += collate(of_teacher, self.response_mask.device)
             yield inputs, tokens, number == len(cuts)
             added = {name: x.detach() for name, x in tokens.items() if name not in self.tokens}
-            self.updated |= {i: (place, added) for place, i in enumerate(rows)}
+            self.added |= {i: (place, added) for place, i in enumerate(rows)}
 
-    def gather_updated(self, count: int, world: utils.World) -> dict[int, dict[str, Tensor]]:
+    def gather_added(self, count: int, world: utils.World) -> dict[int, dict[str, Tensor]]:
         """Return what the loop added for the first `count` responses, of all ranks: {response:
         {name: (T,)}}.
         """
         mine = [
             (i, {name: x[place].cpu() for name, x in added.items()})
-            for i, (place, added) in self.updated.items()
+            for i, (place, added) in self.added.items()
             if i < count
         ]
         return dict(world.all_gather(mine))

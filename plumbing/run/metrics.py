@@ -180,14 +180,14 @@ def sample_rows(batch: Batch, count: int, every: int = 1) -> list[dict]:
 
 
 def token_rows(
-    batch: Batch, count: int, tokenizer: PreTrainedTokenizerBase, updated: dict[int, dict]
+    batch: Batch, count: int, tokenizer: PreTrainedTokenizerBase, added: dict[int, dict]
 ) -> list[dict]:
     """Return the tokens of the first `count` responses as rows of tokens.jsonl: "texts", "trains"
-    (whether the step has updated weights by a token), and each of `Batch.tokens` and of `updated`
+    (whether the step has updated weights by a token), and each of `Batch.tokens` and of `added`
     by its name with four digits, None for an observation and for what is not finite.
 
     Args:
-        updated: as `Batch.gather_updated` returns it.
+        added: as `Batch.gather_added` returns it.
     """
     # What has several numbers a token, such as a teacher's most likely ones, is not logged.
     tokens = {name: x[:count].cpu() for name, x in batch.tokens.items() if x.dim() == 2}
@@ -202,9 +202,9 @@ def token_rows(
         row: dict[str, Any] = {
             "sample": i,
             "texts": [decode(int(token)) or "" for token in sample.response],
-            "trains": (known & (i in updated)).int().tolist(),
+            "trains": (known & (i in added)).int().tolist(),
         }
-        of_sample = {name: x[i] for name, x in tokens.items()} | updated.get(i, {})
+        of_sample = {name: x[i] for name, x in tokens.items()} | added.get(i, {})
         for name, of_token in of_sample.items():
             values = of_token[:length].double().masked_fill(~known, math.nan).tolist()
             row[name] = [float(f"{x:.4g}") if math.isfinite(x) else None for x in values]

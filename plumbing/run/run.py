@@ -251,8 +251,8 @@ class Run:
         count = self.args.log_samples
         self.log.samples(step, sample_rows(batch, count))
         if self.args.log_tokens:
-            updated = batch.gather_updated(count, self.world)
-            rows = token_rows(batch, count, self.tokenizer, updated)
+            added = batch.gather_added(count, self.world)
+            rows = token_rows(batch, count, self.tokenizer, added)
             self.log.samples(step, rows, "tokens.jsonl")
 
     def finish_step(self, metrics: dict, tokens: int, trained_tokens: int, **state: Any) -> None:
