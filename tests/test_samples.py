@@ -358,7 +358,7 @@ def test_a_step_without_any_signal_changes_nothing(
 
 
 def test_maxrl_refuses_a_negative_score(base, tmp_path, capfd):
-    values = {"penalty_reward_value": -1.0, "non_stop_penalty": True, "max_response_length": 2}
+    values = {"reward_weights": -1.0, "non_stop_penalty": False, "max_response_length": 2}
     values = variant(base, tmp_path, **values, advantage_scale="maxrl")
     with pytest.raises(SystemExit):
         run_here(values)
