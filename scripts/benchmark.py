@@ -32,7 +32,8 @@ import grpo
 import utils
 from plumbing.data import tasks
 from plumbing.rewards.verifiers import gsm8k
-from plumbing.run.folder import machine
+from plumbing.run.command import report_errors
+from plumbing.run.folder import git_commit, machine
 from plumbing.run.log import append, read_log
 
 TINY = os.path.join(utils.ROOT, "assets/tiny")
@@ -146,7 +147,7 @@ def compare(cases: dict[tuple, dict], rounds: int, minutes: float) -> tuple:
     medians of each at once.
 
     Args:
-        cases: {(name, kind): flags of grpo.py}; a round is their seed.
+        cases: {(name, kind): flags of grpo.py}; their seed is the number of the round.
     Returns:
         {(name, kind, round): steps}, without those that have no step that counts, and the names of
         those that failed.
@@ -198,7 +199,8 @@ def report(title: str, runs: dict[tuple, pandas.DataFrame], failed: list[str], o
     rows = pandas.DataFrame({key: medians(steps) for key, steps in runs.items()}).T
     cases = dict.fromkeys(case for case, *_ in runs)
     tables = "\n\n".join(f"{case}\n{table(rows.loc[case])}" for case in cases)
-    text = f"# {title}\n\n{machine()}, torch {torch.__version__}\n\n```\n{tables or 'no number'}\n```\n"
+    where = f"{machine()}, torch {torch.__version__}, at {git_commit()}"
+    text = f"# {title}\n\n{where}\n\n```\n{tables or 'no number'}\n```\n"
     print(text)
     if output:
         Path(output).write_text(text)
@@ -305,4 +307,5 @@ def draw(runs: dict[tuple, pandas.DataFrame], picture: str) -> None:
 
 
 if __name__ == "__main__":
-    tyro.extras.subcommand_cli_from_dict({"step": step, "trl": trl})
+    with report_errors():
+        tyro.extras.subcommand_cli_from_dict({"step": step, "trl": trl})
