@@ -11,8 +11,12 @@ import json
 from pathlib import Path
 
 import pandas
+import repository  # noqa: F401
 import tyro
 from tyro.conf import Positional
+
+from plumbing.run.command import report_errors
+from utils import as_user_error
 
 
 def main(samples: Positional[Path], pairs: Positional[Path]) -> None:
@@ -21,8 +25,10 @@ def main(samples: Positional[Path], pairs: Positional[Path]) -> None:
         samples: that evaluate.py has written.
         pairs: file to write, {"prompt", "chosen", "rejected", "subset": the data set} a line.
     """
-    table = pandas.read_json(samples, lines=True)
-    table = table[table["stopped"]]
+    with as_user_error(f"SAMPLES {samples}"), open(samples) as lines:
+        # read_json of pandas would make numbers of texts that look like them.
+        table = pandas.DataFrame(map(json.loads, lines))
+        table = table[table["stopped"]]
     rows = []
     for (prompt, subset), responses in table.groupby(["prompt", "dataset"], sort=False):
         chosen = responses["response"][responses["correct"] == 1]
@@ -30,9 +36,11 @@ def main(samples: Positional[Path], pairs: Positional[Path]) -> None:
         # As many as there are of the rarer kind, each response once.
         for better, worse in zip(chosen, rejected):
             rows.append({"prompt": prompt, "chosen": better, "rejected": worse, "subset": subset})
-    pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with as_user_error(f"PAIRS {pairs}"):
+        pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
     print(f"{pairs}: {len(rows)} pairs of {table['prompt'].nunique()} prompts")
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    with report_errors():
+        tyro.cli(main)

@@ -8,6 +8,7 @@ Runs that the file has already, by the names of their folders, are replaced.
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pandas
 import repository  # noqa: F401
@@ -16,7 +17,7 @@ from tyro.conf import Positional
 
 import utils
 from plumbing.run.command import report_errors
-from plumbing.run.log import read_args, read_log, replace_file
+from plumbing.run.log import read_args, read_log, replace_file, without_secrets
 
 # Metrics of which every value is kept, and those of which the median is, without the first step.
 BY_STEP = (
@@ -31,14 +32,21 @@ BY_STEP = (
 MEDIANS = ("time/", "perf/")
 
 
+def without_folders(value: Any) -> Any:
+    """Return the value of a flag without the folders of this machine."""
+    if isinstance(value, list):
+        return list(map(without_folders, value))
+    return Path(value).name if os.path.isabs(str(value)) else value
+
+
 def summary(folder: Path) -> dict:
     """Return where and with what a run ran, its flags that are not the default, and its metrics."""
-    facts = read_args(str(folder))
+    facts = without_secrets(read_args(str(folder)))
     if not facts:
         raise utils.UserError(f"{folder}: is no folder of a run: it has no args.json")
     defaults = facts.pop("defaults")
     flags = {
-        name: Path(value).name if os.path.isabs(str(value)) else value  # no folders of a machine
+        name: without_folders(value)
         for name, value in facts.pop("args").items()
         if value != defaults[name]
     }
