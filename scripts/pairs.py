@@ -8,9 +8,9 @@ none.
 """
 
 import json
+from collections import defaultdict
 from pathlib import Path
 
-import pandas
 import repository  # noqa: F401
 import tyro
 from tyro.conf import Positional
@@ -25,20 +25,20 @@ def main(samples: Positional[Path], pairs: Positional[Path]) -> None:
         samples: that evaluate.py has written.
         pairs: file to write, {"prompt", "chosen", "rejected", "subset": the data set} a line.
     """
+    found: dict = defaultdict(lambda: ([], []))  # of a prompt: its wrong and correct responses
     with as_user_error(f"SAMPLES {samples}"), open(samples) as lines:
-        # read_json of pandas would make numbers of texts that look like them.
-        table = pandas.DataFrame(map(json.loads, lines))
-        table = table[table["stopped"]]
-    rows = []
-    for (prompt, subset), responses in table.groupby(["prompt", "dataset"], sort=False):
-        chosen = responses["response"][responses["correct"] == 1]
-        rejected = responses["response"][responses["correct"] == 0]
-        # As many as there are of the rarer kind, each response once.
-        for better, worse in zip(chosen, rejected):
-            rows.append({"prompt": prompt, "chosen": better, "rejected": worse, "subset": subset})
+        for row in map(json.loads, lines):
+            if row["stopped"] and row["correct"] is not None:
+                found[row["prompt"], row["dataset"]][row["correct"] == 1].append(row["response"])
+    # As many as there are of the rarer kind, each response once.
+    rows = [
+        {"prompt": prompt, "chosen": chosen, "rejected": rejected, "subset": subset}
+        for (prompt, subset), (wrong, correct) in found.items()
+        for chosen, rejected in zip(correct, wrong)
+    ]
     with as_user_error(f"PAIRS {pairs}"):
         pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    print(f"{pairs}: {len(rows)} pairs of {table['prompt'].nunique()} prompts")
+    print(f"{pairs}: {len(rows)} pairs of {len(found)} prompts")
 
 
 if __name__ == "__main__":

@@ -6,9 +6,8 @@ Runs that the file has already, by the names of their folders, are replaced.
 """
 
 import json
-import os
+import re
 from pathlib import Path
-from typing import Any
 
 import pandas
 import repository  # noqa: F401
@@ -32,24 +31,15 @@ BY_STEP = (
 MEDIANS = ("time/", "perf/")
 
 
-def without_folders(value: Any) -> Any:
-    """Return the value of a flag without the folders of this machine."""
-    if isinstance(value, list):
-        return list(map(without_folders, value))
-    return Path(value).name if os.path.isabs(str(value)) else value
-
-
 def summary(folder: Path) -> dict:
     """Return where and with what a run ran, its flags that are not the default, and its metrics."""
-    facts = without_secrets(read_args(str(folder)))
+    # Without the folders of this machine.
+    text = re.sub(r'"/[^"]*/', '"', json.dumps(without_secrets(read_args(str(folder)))))
+    facts = json.loads(text)
     if not facts:
         raise utils.UserError(f"{folder}: is no folder of a run: it has no args.json")
     defaults = facts.pop("defaults")
-    flags = {
-        name: without_folders(value)
-        for name, value in facts.pop("args").items()
-        if value != defaults[name]
-    }
+    flags = {name: value for name, value in facts.pop("args").items() if value != defaults[name]}
     rows = pandas.DataFrame(read_log(str(folder))).set_index("step")
     kept = rows.filter(regex="|".join(BY_STEP)).round(4)
     medians = rows.filter(regex="|".join(MEDIANS))[2:].median().round(4)

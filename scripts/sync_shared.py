@@ -78,15 +78,14 @@ def main(source: Path, targets: tuple[Path, ...] = (), /, only: tuple[str, ...] 
         only: copy these parts and no others. Without it, other files than the scripts stay as they
             are.
     """
-    with as_user_error(f"{source}"):
-        shared = parts(source.read_text())
     scripts = [source.resolve().with_name(name) for name in SCRIPTS if name != source.name]
     for path in targets or scripts:
         copies = only or path.resolve() in scripts
-        with as_user_error(f"{path}"):
+        with as_user_error(f"{source} and {path}"):
+            shared = parts(source.read_text())
             text = path.read_text()
-            of_path = parts(text)
-        for name, (equal, theirs) in of_path.items():
+            found = parts(text)
+        for name, (equal, theirs) in found.items():
             if name in shared and name in (only or shared) and shared[name][0] != equal:
                 print(f"{path.name}: {name} {'copied' if copies else 'differs'} from {source.name}")
                 ours = shared[name][1]

@@ -215,7 +215,7 @@ def test_results_of_runs(tmp_path):
 )
 def test_a_file_that_does_not_exist(command, given, flag, capsys):
     said = refused(capsys, command, *map(Path, given))
-    assert said.startswith(f"error: {flag}{given[0]}: ")
+    assert said.startswith(f"error: {flag}{given[0]}")
 
 
 def test_a_folder_without_a_run(tmp_path, capsys):
