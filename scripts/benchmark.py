@@ -252,7 +252,6 @@ def word_problems(path: str) -> str:
 def trl(
     work: tuple[str, ...] = ("demo",),
     rounds: int = 3,
-    steps: int = 0,
     model: str = "",
     output: str = "",
     picture: str = "",
@@ -264,7 +263,7 @@ def trl(
         work: demo (the demo's task), "long tail" (each token ends a response with probability 1/64),
             "bf16" and "float32" (--model, 2 prompts x 8 responses of up to 64 tokens, the blocks
             recomputed; grpo.py also with --compile).
-        rounds: processes of each, in turns. steps: of each; 0: those of benchmark.yaml.
+        rounds: processes of each, in turns.
         model: folder of a chat model.
         output: Markdown file to write.
         picture: PNG file to write, of the demo's task: held-out accuracy over seconds of training.
@@ -273,7 +272,6 @@ def trl(
     with tempfile.TemporaryDirectory() as folder:
         for name in work:
             flags = {**TABLE["demo"], **TABLE["work"][name], "output_dir": f"{folder}/{name}"}
-            flags |= {"total_episodes": steps * flags["mini_batch_size"]} if steps else {}
             kinds = ["TRL", "grpo.py"]
             if name == "demo":
                 flags["model"] = TINY

@@ -171,11 +171,10 @@ def sample_table(batch: Batch, reward_sources: RewardSources, n: int) -> pandas.
         index=table.index // n,
         dataset=[sample.row["dataset"] for sample in batch.samples],
         tokens=batch.response_mask.sum(1).tolist(),
-        stopped=batch.stopped.tolist(),
+        stopped=[sample.stopped for sample in batch.samples],
         correct=correct_responses(batch, reward_sources).tolist(),
         extracted=[
-            voted_answer(text) if stopped else None
-            for text, stopped in zip(map(final_turn, batch.samples), batch.stopped)
+            voted_answer(final_turn(sample)) if sample.stopped else None for sample in batch.samples
         ],
     )
 

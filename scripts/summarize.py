@@ -20,15 +20,10 @@ from plumbing.run.log import read_args, read_log, replace_file, without_secrets
 
 # Metrics of which every value is kept, and those of which the median is, without the first step.
 BY_STEP = (
-    "eval/",
-    "objective/scores",
-    "objective/divergence",
-    "val/sequence_lengths",
-    "val/explained_variance",
-    "train/loss",
-    "train/pair_accuracy",
+    "eval/|objective/(scores|divergence)|val/(sequence_lengths|explained_variance)"
+    "|train/(loss|pair_accuracy)"
 )
-MEDIANS = ("time/", "perf/")
+MEDIANS = "time/|perf/"
 
 
 def summary(folder: Path) -> dict:
@@ -41,8 +36,8 @@ def summary(folder: Path) -> dict:
     defaults = facts.pop("defaults")
     flags = {name: value for name, value in facts.pop("args").items() if value != defaults[name]}
     rows = pandas.DataFrame(read_log(str(folder))).set_index("step")
-    kept = rows.filter(regex="|".join(BY_STEP)).round(4)
-    medians = rows.filter(regex="|".join(MEDIANS))[2:].median().round(4)
+    kept = rows.filter(regex=BY_STEP).round(4)
+    medians = rows.filter(regex=MEDIANS)[2:].median().round(4)
     return {
         **facts,
         "flags": flags,

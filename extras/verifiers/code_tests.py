@@ -113,9 +113,8 @@ def code(response: str, answer: Any, seconds: float = 24.0) -> float:
     # What the program may use without an import: LIBRARIES, or what its asserts import.
     libraries = LIBRARIES if tests.fn_name else ["typing"]
     imports = [f"import {name}\nfrom {name} import *" for name in libraries]
-    for node in ast.walk(ast.parse(tests.asserts)):
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            imports.append(ast.unparse(node))
+    nodes = ast.walk(ast.parse(tests.asserts))
+    imports += [ast.unparse(x) for x in nodes if isinstance(x, (ast.Import, ast.ImportFrom))]
     source = f"{HARNESS}\nprovide({imports})"
     asked = json.dumps((tests.asserts, tests.fn_name, tests.inputs))
     _, (_, printed) = sandbox.run(source, [program], seconds, asked)

@@ -262,6 +262,8 @@ def run_program(program: str) -> None:
 
 # ---- the process of the tests --------------------------------------------------------------------
 
+PROGRAM = Remote("response")
+
 
 def run_tests(tests: str) -> None:
     """Run the asserts, or else the calls of a function, and print a report in JSON:
@@ -271,19 +273,18 @@ def run_tests(tests: str) -> None:
     """
     asserts, function, calls = json.loads(tests)
     sys.stdout = None
-    program = Remote("response")
-    defined = {*ask("dir", program)}
+    defined = {*ask("dir", PROGRAM)}
     values = [
-        ask("getattr", program if function in defined else program.Solution(), function)(*call)
+        ask("getattr", PROGRAM if function in defined else PROGRAM.Solution(), function)(*call)
         for call in calls
     ]
-    report = run_asserts(asserts, program, defined) if asserts else values
-    write = lambda x: [*x] if isinstance(x, Remote) else x.tolist()
-    os.write(1, json.dumps(report, default=write).encode())
+    report = run_asserts(asserts, defined) if asserts else values
+    text = json.dumps(report, default=lambda x: [*x] if isinstance(x, Remote) else x.tolist())
+    os.write(1, text.encode())
     os._exit(0)
 
 
-def run_asserts(asserts: str, program: Remote, defined: set[str]) -> list | str:
+def run_asserts(asserts: str, defined: set[str]) -> list | str:
     """Return the report on asserts (see `run_tests`), or raise what they raise.
 
     Args:
@@ -302,7 +303,7 @@ def run_asserts(asserts: str, program: Remote, defined: set[str]) -> list | str:
                     used.append(name)
                     if name[0].isupper():
                         METHODS.clear()
-                    return ask("getattr", program, name)
+                    return ask("getattr", PROGRAM, name)
                 return importlib.import_module(MODULES[name])
 
         try:
