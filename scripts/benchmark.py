@@ -228,9 +228,9 @@ def step(
         output: Markdown file to write.
     """
     kinds = ["grpo.py", *(f"grpo.py --{flags}" for flags in variants)]
-    lengths = {"min_response_length": length, "max_response_length": length}
+    flags = {**TABLE["flags"], "min_response_length": length, "max_response_length": length}
     # One micro-batch of 16 responses with their prompts.
-    flags = {**TABLE["flags"], **lengths, "micro_batch_tokens": 16 * (length + 16)}
+    flags["micro_batch_tokens"] = 16 * (length + 16)
     cases = {}
     with tempfile.TemporaryDirectory() as folder:
         for name in shape:

@@ -233,9 +233,9 @@ def measure(table: pandas.DataFrame, n: int, columns: list[str]) -> dict[str, di
 def main(args: Args) -> None:
     # ---- setting up: data, rewards, model ----
     world = utils.setup_processes()
-    run = run_of(args.model)
-    owner = [run.name] if run else Path(args.model).parts[-2:-1]  # final/ is one of many
-    model = "-".join([*owner, Path(args.model).name])
+    path = Path(args.model)
+    owner = run_of(args.model) or path.parent  # final/ is one of many
+    model = f"{owner.name}-{path.name}".strip("-")
     name = args.run_name or f"evaluate__{model}__{Path(args.dataset).name}__{args.seed}"
     folder = Path(args.output_dir, name)
     if folder.exists():

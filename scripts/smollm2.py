@@ -59,16 +59,14 @@ def convert(gguf: Path, folder: str) -> None:
 
 
 def main() -> None:
-    if FOLDER.exists():
-        print(FOLDER)
-        return
-    print(f"fetching SmolLM2-135M-Instruct into {FOLDER} (once)", file=sys.stderr)
-    with utils.as_user_error(f"{FOLDER} ({INSTEAD})"):
-        FOLDER.parent.mkdir(parents=True, exist_ok=True)
-        # In the same folder, so that the converted model appears whole or not at all.
-        with tempfile.TemporaryDirectory(dir=FOLDER.parent) as folder:
-            convert(download(folder), f"{folder}/model")
-            os.rename(f"{folder}/model", FOLDER)
+    if not FOLDER.exists():
+        print(f"fetching SmolLM2-135M-Instruct into {FOLDER} (once)", file=sys.stderr)
+        with utils.as_user_error(f"{FOLDER} ({INSTEAD})"):
+            FOLDER.parent.mkdir(parents=True, exist_ok=True)
+            # In the same folder, so that the converted model appears whole or not at all.
+            with tempfile.TemporaryDirectory(dir=FOLDER.parent) as folder:
+                convert(download(folder), f"{folder}/model")
+                os.rename(f"{folder}/model", FOLDER)
     print(FOLDER)
 
 
