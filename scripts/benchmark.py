@@ -32,7 +32,8 @@ import grpo
 import utils
 from plumbing.data import tasks
 from plumbing.rewards.verifiers import gsm8k
-from plumbing.run.folder import machine
+from plumbing.run.command import report_errors
+from plumbing.run.folder import git_commit, machine
 from plumbing.run.log import append, read_log
 
 TINY = os.path.join(utils.ROOT, "assets/tiny")
@@ -146,7 +147,7 @@ def compare(cases: dict[tuple, dict], rounds: int, minutes: float) -> tuple:
     medians of each at once.
 
     Args:
-        cases: {(name, kind): flags of grpo.py}; a round is their seed.
+        cases: {(name, kind): flags of grpo.py}; their seed is the number of the round.
     Returns:
         {(name, kind, round): steps}, without those that have no step that counts, and the names of
         those that failed.
@@ -198,7 +199,8 @@ def report(title: str, runs: dict[tuple, pandas.DataFrame], failed: list[str], o
     rows = pandas.DataFrame({key: medians(steps) for key, steps in runs.items()}).T
     cases = dict.fromkeys(case for case, *_ in runs)
     tables = "\n\n".join(f"{case}\n{table(rows.loc[case])}" for case in cases)
-    text = f"# {title}\n\n{machine()}, torch {torch.__version__}\n\n```\n{tables or 'no number'}\n```\n"
+    where = f"{machine()}, torch {torch.__version__}, at {git_commit()}"
+    text = f"# {title}\n\n{where}\n\n```\n{tables or 'no number'}\n```\n"
     print(text)
     if output:
         Path(output).write_text(text)
@@ -226,9 +228,9 @@ def step(
         output: Markdown file to write.
     """
     kinds = ["grpo.py", *(f"grpo.py --{flags}" for flags in variants)]
-    lengths = {"min_response_length": length, "max_response_length": length}
+    flags = {**TABLE["flags"], "min_response_length": length, "max_response_length": length}
     # One micro-batch of 16 responses with their prompts.
-    flags = {**TABLE["flags"], **lengths, "micro_batch_tokens": 16 * (length + 16)}
+    flags["micro_batch_tokens"] = 16 * (length + 16)
     cases = {}
     with tempfile.TemporaryDirectory() as folder:
         for name in shape:
@@ -250,7 +252,6 @@ def word_problems(path: str) -> str:
 def trl(
     work: tuple[str, ...] = ("demo",),
     rounds: int = 3,
-    steps: int = 0,
     model: str = "",
     output: str = "",
     picture: str = "",
@@ -262,7 +263,7 @@ def trl(
         work: demo (the demo's task), "long tail" (each token ends a response with probability 1/64),
             "bf16" and "float32" (--model, 2 prompts x 8 responses of up to 64 tokens, the blocks
             recomputed; grpo.py also with --compile).
-        rounds: processes of each, in turns. steps: of each; 0: those of benchmark.yaml.
+        rounds: processes of each, in turns.
         model: folder of a chat model.
         output: Markdown file to write.
         picture: PNG file to write, of the demo's task: held-out accuracy over seconds of training.
@@ -271,7 +272,6 @@ def trl(
     with tempfile.TemporaryDirectory() as folder:
         for name in work:
             flags = {**TABLE["demo"], **TABLE["work"][name], "output_dir": f"{folder}/{name}"}
-            flags |= {"total_episodes": steps * flags["mini_batch_size"]} if steps else {}
             kinds = ["TRL", "grpo.py"]
             if name == "demo":
                 flags["model"] = TINY
@@ -305,4 +305,5 @@ def draw(runs: dict[tuple, pandas.DataFrame], picture: str) -> None:
 
 
 if __name__ == "__main__":
-    tyro.extras.subcommand_cli_from_dict({"step": step, "trl": trl})
+    with report_errors():
+        tyro.extras.subcommand_cli_from_dict({"step": step, "trl": trl})

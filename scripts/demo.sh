@@ -4,7 +4,8 @@
 #   bash scripts/demo.sh ppo                 or rloo, or reward_model
 #   bash scripts/demo.sh distill             trains a teacher on worked solutions, and then its student
 #   bash scripts/demo.sh environment         a game of several turns by GRPO; or environment-ppo, environment-rloo
-#   bash scripts/demo.sh agent               the same game by a program that asks through OpenAI's API; requires vLLM
+#   bash scripts/demo.sh agent               the same game by a program that asks through OpenAI's API; requires vLLM,
+#                                            which `bash scripts/test.sh` installs where there is no GPU
 #   bash scripts/demo.sh grpo --seed 2       with other flags; they override the ones below
 # A pretrained model, SmolLM2-135M-Instruct (a download of 93 MB), takes about 40 minutes on two cores with bf16:
 #   bash scripts/demo.sh smollm2             instructions whose fulfilment a program checks, by GRPO
@@ -61,6 +62,13 @@ if [ "$demo" = smollm2 ]; then
     export VIRTUAL_ENV=$PWD/.venv PATH="$PWD/.venv/bin:$PATH" NAME="$name"
     exec bash scripts/train/smollm2.sh grpo "$@"
 fi
+case "${task[*]} $*" in *"--rollout_backend vllm"*)
+    if ! .venv/bin/python -c 'import importlib.util, sys; sys.exit(not importlib.util.find_spec("vllm"))'; then
+        echo "error: vLLM is not installed; where there is no GPU, \`bash scripts/test.sh\` installs it" >&2
+        exit 2
+    fi
+    ;;
+esac
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # two are faster on idle cores, and ten times slower on busy ones
 if [ "$demo" = distill ]; then # the teacher: the same model after supervised fine-tuning on worked solutions
     .venv/bin/python distill.py --run_name "$name-teacher" --no-gradient_checkpointing --adam_betas 0.9 0.95 "${own[@]}" "${task[@]}" --eval_every 40 \

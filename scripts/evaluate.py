@@ -21,8 +21,8 @@ deviation over prompts / sqrt(P) (arXiv:2411.00640, section 2.2), none where all
 "low" and "high" are the 95 % interval of a share that P trials have (`wilson_interval`), which
 holds for few prompts and at 0 and 1, too, and is wide for n > 1:
 1. avg@n: the share of the n responses that are correct, by the rule of training
-   (`correct_responses`): the first source of --reward that is not a model gave 1 or
-   more, and the response stopped by itself. Responses without a score are left out, and counted.
+   (`correct_responses`): the first verifier of --reward gave 1 or more, and the response stopped
+   by itself. Responses without a score are left out, and counted.
 2. pass@k, for k = 1, 2, 4, ...: the probability that k of the n responses, drawn without
    replacement, include a correct one (arXiv:2107.03374, eq. 1). Prompts with fewer than k scores
    are left out.
@@ -171,11 +171,10 @@ def sample_table(batch: Batch, reward_sources: RewardSources, n: int) -> pandas.
         index=table.index // n,
         dataset=[sample.row["dataset"] for sample in batch.samples],
         tokens=batch.response_mask.sum(1).tolist(),
-        stopped=batch.stopped.tolist(),
+        stopped=[sample.stopped for sample in batch.samples],
         correct=correct_responses(batch, reward_sources).tolist(),
         extracted=[
-            voted_answer(text) if stopped else None
-            for text, stopped in zip(map(final_turn, batch.samples), batch.stopped)
+            voted_answer(final_turn(sample)) if sample.stopped else None for sample in batch.samples
         ],
     )
 
@@ -234,9 +233,9 @@ def measure(table: pandas.DataFrame, n: int, columns: list[str]) -> dict[str, di
 def main(args: Args) -> None:
     # ---- setting up: data, rewards, model ----
     world = utils.setup_processes()
-    run = run_of(args.model)
-    owner = [run.name] if run else Path(args.model).parts[-2:-1]  # final/ is one of many
-    model = "-".join([*owner, Path(args.model).name])
+    path = Path(args.model)
+    owner = run_of(args.model) or path.parent  # final/ is one of many
+    model = f"{owner.name}-{path.name}".strip("-")
     name = args.run_name or f"evaluate__{model}__{Path(args.dataset).name}__{args.seed}"
     folder = Path(args.output_dir, name)
     if folder.exists():
@@ -309,8 +308,6 @@ def main(args: Args) -> None:
     # ---- results ----
     batch = Batch.from_samples(samples, batch.stopped.device)
     table = sample_table(batch, reward_sources, n)
-    if reason := unscored(batch, reward_sources, args):
-        raise utils.UserError(f"--reward: no response got a score ({reason})")
     missing = {name: int(scores.isnan().sum()) for name, scores in batch.reward_components.items()}
     columns = [*missing, "stopped", "tokens"]
     by_dataset = table.groupby("dataset", sort=False)
@@ -339,6 +336,8 @@ def main(args: Args) -> None:
                 name, pandas.DataFrame(scores).T.to_string(float_format="{:.4g}".format), sep="\n"
             )
         print(folder / "results.json")
+    if reason := unscored(batch, reward_sources, args):
+        raise utils.UserError(f"--reward: no response got a score ({reason})")
 
 
 if __name__ == "__main__":

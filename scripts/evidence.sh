@@ -148,7 +148,7 @@ async4_sequence     --async_steps 4 --rollout_correction sequence_mask
 async4_geometric    --async_steps 4 --rollout_correction geometric
 "
 
-part_variants() { # which choices matter: five seeds of the tiny task
+part_variants() { # which choices matter: five seeds of the tiny task; requires vLLM, which scripts/test.sh installs
     names=()
     for seed in 1 2 3 4 5; do # whole seeds first: an interrupted part can compare those that it has
         while read -r name flags; do

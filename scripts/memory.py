@@ -51,6 +51,7 @@ BYTES_OF_A_GB = 1.06e9  # in a GPU's name: an H100 of 80 GB has 84.9e9
 RESERVE = 5e9  # bytes
 NOT_FOLLOWED = (
     r"tools=\('.*?\)|(environment|agent)='[^']+'|rollout_backend='hf'|shard='fsdp_offload'"
+    r"|teacher='http[^']*'"
 )
 TABLE = yaml.safe_load(Path(utils.ROOT, "scripts/memory.yaml").read_text())
 FAKE = torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True)

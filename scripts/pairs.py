@@ -8,11 +8,15 @@ none.
 """
 
 import json
+from collections import defaultdict
 from pathlib import Path
 
-import pandas
+import repository  # noqa: F401
 import tyro
 from tyro.conf import Positional
+
+from plumbing.run.command import report_errors
+from utils import as_user_error
 
 
 def main(samples: Positional[Path], pairs: Positional[Path]) -> None:
@@ -21,18 +25,22 @@ def main(samples: Positional[Path], pairs: Positional[Path]) -> None:
         samples: that evaluate.py has written.
         pairs: file to write, {"prompt", "chosen", "rejected", "subset": the data set} a line.
     """
-    table = pandas.read_json(samples, lines=True)
-    table = table[table["stopped"]]
-    rows = []
-    for (prompt, subset), responses in table.groupby(["prompt", "dataset"], sort=False):
-        chosen = responses["response"][responses["correct"] == 1]
-        rejected = responses["response"][responses["correct"] == 0]
-        # As many as there are of the rarer kind, each response once.
-        for better, worse in zip(chosen, rejected):
-            rows.append({"prompt": prompt, "chosen": better, "rejected": worse, "subset": subset})
-    pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    print(f"{pairs}: {len(rows)} pairs of {table['prompt'].nunique()} prompts")
+    found: dict = defaultdict(lambda: ([], []))  # of a prompt: its wrong and correct responses
+    with as_user_error(f"SAMPLES {samples}"), open(samples) as lines:
+        for row in map(json.loads, lines):
+            if row["stopped"] and row["correct"] is not None:
+                found[row["prompt"], row["dataset"]][row["correct"] == 1].append(row["response"])
+    # As many as there are of the rarer kind, each response once.
+    rows = [
+        {"prompt": prompt, "chosen": chosen, "rejected": rejected, "subset": subset}
+        for (prompt, subset), (wrong, correct) in found.items()
+        for chosen, rejected in zip(correct, wrong)
+    ]
+    with as_user_error(f"PAIRS {pairs}"):
+        pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    print(f"{pairs}: {len(rows)} pairs of {len(found)} prompts")
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    with report_errors():
+        tyro.cli(main)

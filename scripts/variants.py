@@ -12,9 +12,13 @@ from pathlib import Path
 
 import numpy as np
 import pandas
+import repository  # noqa: F401
 import tyro
 from matplotlib.figure import Figure
 from tyro.conf import Positional
+
+from plumbing.run.command import report_errors
+from utils import as_user_error
 
 DRAWS = 10_000  # of the bootstrap
 METRIC = "eval/accuracy"
@@ -56,7 +60,8 @@ def main(results: Positional[Path], picture: Path) -> None:
         results: JSON file of scripts/summarize.py; its runs are called variants-NAME-SEED.
         picture: PNG file to write.
     """
-    groups = accuracies(results).groupby("variant", sort=False)
+    with as_user_error(f"RESULTS {results}"):
+        groups = accuracies(results).groupby("variant", sort=False)
     table = groups.agg(lambda x: estimate(list(x)))
     shown = table.map(lambda x: "{:.3f} [{:.3f}, {:.3f}]".format(*x))
     shown["seeds"] = groups.size()
@@ -76,4 +81,5 @@ def main(results: Positional[Path], picture: Path) -> None:
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    with report_errors():
+        tyro.cli(main)

@@ -1,6 +1,8 @@
 """scripts/benchmark.py: a small run of what it measures, and what it makes of the numbers."""
 
 import itertools
+import os
+import subprocess
 import types
 
 import benchmark
@@ -8,6 +10,7 @@ import helpers
 import pandas
 import pytest
 import transformers
+from conftest import ROOT
 from tiny_models import CPU
 
 import grpo
@@ -71,7 +74,9 @@ def test_a_table_pairs_the_rounds(capsys):
         ("case", *key): pandas.DataFrame({"time/step": [9.0, 9.0, x]}) for key, x in seconds.items()
     }
     benchmark.report("Steps", runs, [], "")
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    said = capsys.readouterr().out
+    assert f"at {benchmark.git_commit()}\n" in said  # by which evidence.sh knows what is done
+    lines = [line.split() for line in said.splitlines()]
     assert lines[5:8] == [["case"], ["step,", "s", "first", "step,", "s"], ["TRL", "3.0", "9.0"]], (
         lines
     )
@@ -101,3 +106,11 @@ def test_the_work_that_trl_shares(tmp_path, monkeypatch):
     benchmark.trl(tuple(work), rounds=1, model=benchmark.TINY, picture=str(picture))
     assert picture.stat().st_size > 1000
     assert seen == [(name, kind, *rest) for name, (run, *rest) in work.items() for kind in run]
+
+
+def test_only_the_parts_that_are_asked_for(tmp_path):
+    """What gpu_measure.sh has measured before stays, and no model is needed that no part uses."""
+    (tmp_path / "train").mkdir()
+    command = ["bash", ROOT / "scripts/debug/gpu_measure.sh", tmp_path, "step"]
+    assert subprocess.run(command, env={**os.environ, "PYTHON": "true"}).returncode == 0
+    assert (tmp_path / "train").exists() and (tmp_path / "step.log").exists()

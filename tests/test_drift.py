@@ -75,6 +75,7 @@ DRIFTS = {  # what is changed in the second script -> what is reported
 def sync(folder, second: str, file: str = "ppo.py", **options) -> str:
     """Run the command on a folder with two scripts; return the second script after it."""
     (folder / "grpo.py").write_text(FIRST)
+    (folder / file).parent.mkdir(exist_ok=True)
     (folder / file).write_text(second)
     sync_shared.main(folder / "grpo.py", (folder / file,), **options)
     return (folder / file).read_text()
@@ -104,8 +105,9 @@ def test_some_parts_of_a_fork(tmp_path, capsys):
         ast.parse(SECOND.replace("rows: list", "rows: set"))
     )
     capsys.readouterr()
-    assert sync(tmp_path, drifted, "fork.py") == drifted
-    assert capsys.readouterr().out.count(" differs from grpo.py\n") == 2
+    for name in ("fork.py", "another/ppo.py"):
+        assert sync(tmp_path, drifted, name) == drifted
+        assert capsys.readouterr().out.count(" differs from grpo.py\n") == 2
 
 
 # ---- the scripts that exist ----------------------------------------------------------------------
@@ -278,9 +280,10 @@ def imported_at_start(name: str) -> set[str]:
 
 
 def test_commands_have_what_they_import_on_their_path():
-    """From any folder, though Python looks in that of the script only."""
+    """From any folder, though Python looks in that of the script only. Errors have one line."""
     for path in ROOT.glob("scripts/*.py"):
         text = path.read_text()
+        assert "__main__" not in text or "    with report_errors():\n" in text, path
         first = re.search(r"^(import|from) (utils|plumbing|grpo)\b", text, re.M)
         if first and "__main__" in text:
             assert (

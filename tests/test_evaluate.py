@@ -256,6 +256,7 @@ def test_missing_scores_are_counted_and_not_zero(tmp_path, capsys):
     assert "no response got a score" in helpers.refused(
         capsys, measure, tmp_path, reward=bad, run_name="bad"
     )
+    assert len(helpers.read_lines(tmp_path / "bad/samples.jsonl")) == 72  # hours of work, perhaps
 
 
 def test_rows_of_several_data_sets_that_name_their_sources(tmp_path):

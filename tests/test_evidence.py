@@ -6,6 +6,7 @@ import fnmatch
 import json
 import re
 import shlex
+import shutil
 import subprocess
 from itertools import groupby
 from operator import itemgetter
@@ -26,6 +27,17 @@ def test_a_part_that_does_not_exist():
     done = subprocess.run(["bash", EVIDENCE, "demos"], capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.startswith("error: no part called 'demos'; there are demo environment ")
+
+
+def test_a_demo_without_vllm_says_what_installs_it(tmp_path):
+    """On a machine where setup.sh has nothing to do and Python finds no module."""
+    for name, text in (("scripts/setup.sh", ""), (".venv/bin/python", "#!/bin/sh\nexit 1")):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    demo = shutil.copy(ROOT / "scripts/demo.sh", tmp_path / "scripts")
+    done = subprocess.run(["bash", demo, "agent"], capture_output=True, text=True)
+    assert done.returncode == 2 and "`bash scripts/test.sh` installs it" in done.stderr
 
 
 def test_parts_have_a_function_each():

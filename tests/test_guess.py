@@ -1,5 +1,7 @@
 """The bundled game (assets/guess), which `bash scripts/demo.sh environment` trains on."""
 
+import re
+
 from guess.game import GuessTheNumber
 from helpers import ROOT, read_lines
 
@@ -32,3 +34,13 @@ def test_the_rows_of_the_bundled_files():
     assert games == {(f"{low}-{low + 30}:", low + i) for low in range(20, 61) for i in range(31)}
     held_out = {row["prompt"] for row in test}
     assert len(held_out) == 6 and not held_out & {row["prompt"] for row in train}
+
+
+def test_the_rows_that_say_the_rules():
+    """Of scripts/train/grpo_agent_7b.sh, whose model does not know the game."""
+    rows = read_lines(ROOT / "assets/guess/rules.jsonl")
+    for row in rows:
+        low, high = map(int, re.findall(r"\d+", row["prompt"]))
+        assert low <= row["secret"] <= high == low + 30 and "five guesses" in row["prompt"]
+    assert len({row["prompt"] for row in rows}) == len(rows) == 400  # so --eval_share has some
+    assert "assets/guess/rules.jsonl" in (ROOT / "scripts/train/grpo_agent_7b.sh").read_text()

@@ -132,7 +132,8 @@ tiny = "grpo --model assets/tiny --max_prompt_length 16 --max_response_length 48
 for line in (
     "nothing", "grpo --model nobody/none", "grpo --model Qwen/Qwen3-30B-A3B",
     tiny + "--rollout_backend hf", tiny + "--shard fsdp_offload",
-    tiny + "--tools tools.py:search", tiny + "--lora_rank 2 --quantize 4bit",
+    tiny + "--tools tools.py:search", tiny.replace("grpo", "distill") + "--teacher http://127.0.0.1:1",
+    tiny + "--lora_rank 2 --quantize 4bit",
     tiny + "--gpus 2", tiny + "--gpus 2 --shard none --gpu_gb 6",
 ):
     sys.argv[1:] = line.split()
@@ -155,8 +156,8 @@ def test_memory_counts_what_torch_allocates(tmp_path):
     lines = done.stdout.splitlines()
     codes = [line for line in lines if line.startswith("code")]
     assert all(0.98 < float(line) < 1.02 for line in lines[:2]), done.stdout + done.stderr
-    assert codes == [f"code {code}" for code in (2, 2, 2, 2, 2, 2, 0, 0, 1)], (
+    assert codes == [f"code {code}" for code in (2, 2, 2, 2, 2, 2, 2, 0, 0, 1)], (
         done.stdout + done.stderr
     )
-    assert done.stderr.count("error: ") == 6 and "Traceback" not in done.stderr
+    assert done.stderr.count("error: ") == 7 and "Traceback" not in done.stderr
     assert "--model nobody/none: " in done.stderr

@@ -97,7 +97,8 @@ def test_a_run_of_a_folder_without_tracking(run, pushed, monkeypatch):
 def test_a_run_that_is_not_whole(run, pushed, capsys, missing):
     path = run / missing
     shutil.rmtree(path) if path.is_dir() else path.unlink()
-    assert refused(capsys, command, run, "my-model").startswith(f"error: RUN {run}: ")
+    line = refused(capsys, command, run, "my-model")
+    assert line.startswith(f"error: RUN {run}: has no ") and missing in line
     assert not pushed
 
 

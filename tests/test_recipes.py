@@ -48,6 +48,8 @@ WORDS = {  # what a recipe is called with; several: on several nodes
         for recipe in RECIPES
         if recipe.endswith("_2nodes.sh")
     },
+    "debug/cpu.sh": [["distill"], ["reward_model"], ["ppo"]],
+    "train/sft_then_grpo.sh": [["--group_size", "4"]],  # which its first command does not have
     "train/grpo_async_two_nodes.sh": [["serve", "127.0.0.1"], ["train", "127.0.0.1"]],
     "train/smollm2.sh": [
         ["grpo"],
@@ -209,7 +211,10 @@ def test_flags(recipe, small, tmp_path):
         assert {
             x for x in getattr(args, "reward", ()) if kind_of(x) in ("verifier", "function")
         } <= EXAMPLES.keys() | {"scripts/train/group_judge.py:score"}  # tests/test_reward_client.py
-    assert trained[-1].seed == 5
+    last = trained[-1]
+    assert last.seed == 5
+    # A recipe whose first run has ended can be started again.
+    assert all(args.resume for args in trained if f"/{args.run_name}/final" in str(last))
 
 
 SOURCES = {  # what the recipes' sources say

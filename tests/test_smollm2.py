@@ -13,6 +13,8 @@ import pairs
 import pytest
 import smollm2
 import summarize
+import sync_shared
+import variants
 from conftest import ROOT
 from helpers import read_lines, refused, write_rows
 
@@ -151,6 +153,7 @@ def test_the_demo_without_bf16_warns_and_names_the_other_demo(tmp_path):
 
 
 def test_pairs_of_responses(tmp_path):
+    """Also where each response looks like a number."""
     sample = lambda prompt, response, correct, stopped=True: {
         "prompt": prompt,
         "response": response,
@@ -159,19 +162,19 @@ def test_pairs_of_responses(tmp_path):
         "dataset": "a",
     }
     rows = [
-        sample("p", "right", 1.0),
-        sample("p", "wrong", 0.0),
-        sample("p", "cut", 0.0, stopped=False),
-        sample("p", "wrong 2", 0.0),
-        sample("p", "right 2", 1.0),
-        sample("q", "wrong", 0.0),  # no right one
-        sample("p", "right 3", 1.0),  # no third wrong one that has stopped
+        sample("p", "007", 1.0),
+        sample("p", "1e5", 0.0),
+        sample("p", "1", 0.0, stopped=False),
+        sample("p", "8", 0.0),
+        sample("p", "7", 1.0),
+        sample("q", "8", 0.0),  # no right one
+        sample("p", "7.0", 1.0),  # no third wrong one that has stopped
     ]
     write_rows(tmp_path / "samples.jsonl", rows)
     pairs.main(tmp_path / "samples.jsonl", tmp_path / "pairs.jsonl")
     assert read_lines(tmp_path / "pairs.jsonl") == [
-        {"prompt": "p", "chosen": "right", "rejected": "wrong", "subset": "a"},
-        {"prompt": "p", "chosen": "right 2", "rejected": "wrong 2", "subset": "a"},
+        {"prompt": "p", "chosen": "007", "rejected": "1e5", "subset": "a"},
+        {"prompt": "p", "chosen": "7", "rejected": "8", "subset": "a"},
     ]
 
 
@@ -181,7 +184,8 @@ def test_results_of_runs(tmp_path):
     folder = shutil.copytree(ROOT / "tests/data/run", tmp_path / "run")
     facts = json.loads((folder / "args.json").read_text())
     facts["args"]["model"] = str(tmp_path / "small")
-    facts["defaults"]["model"] = "a/b"
+    facts["args"]["reward"] = ["http://me:key@judge:9", str(tmp_path / "r.py:score")]
+    facts["defaults"] |= {"model": "a/b", "reward": ["math"]}
     (folder / "args.json").write_text(json.dumps(facts))
     summarize.main((folder,), output)
     found = json.loads(output.read_text())
@@ -193,10 +197,25 @@ def test_results_of_runs(tmp_path):
         if row.get("eval/accuracy") is not None
     }
     run = found["run"]
-    assert run["flags"]["model"] == "small"  # no folder of this machine
+    # No folder of this machine, and no key.
+    assert run["flags"]["model"] == "small"
+    assert run["flags"]["reward"] == ["http://judge:9", "r.py:score"]
     assert run["by_step"]["eval/accuracy"] == accuracies and len(accuracies) > 1
     assert run["seconds"] == round(rows[-1]["time/from_scratch"], 1)
     assert run["medians"]["time/step"] == 3.0
+
+
+@pytest.mark.parametrize(
+    "command, given, flag",
+    [
+        (pairs.main, ("no.jsonl", "p.jsonl"), "SAMPLES "),
+        (variants.main, ("no.json", "p.png"), "RESULTS "),
+        (sync_shared.main, ("no.py",), ""),
+    ],
+)
+def test_a_file_that_does_not_exist(command, given, flag, capsys):
+    said = refused(capsys, command, *map(Path, given))
+    assert said.startswith(f"error: {flag}{given[0]}")
 
 
 def test_a_folder_without_a_run(tmp_path, capsys):

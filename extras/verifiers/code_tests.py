@@ -110,35 +110,20 @@ def code(response: str, answer: Any, seconds: float = 24.0) -> float:
         next(results)
         # Fewer results than outputs end with one that failed.
         return float(all(map(same_output, results, tests.outputs)))  # type: ignore[arg-type]
-    imports = [
-        f"import {name}\nfrom {name} import *"
-        for name in (LIBRARIES if tests.fn_name else ["typing"])
-    ]
-    changed = []
-    # What can tell an object from a copy of it.
-    more_than_values = re.findall(r"\b(is|id|type|callable|__\w+__)\b", tests.asserts)
-    for node in ast.walk(ast.parse(tests.asserts)):
-        match node:
-            case (
-                ast.Expr(ast.Call(ast.Attribute()))
-                | ast.Attribute(ctx=ast.Store())
-                | ast.Subscript(ctx=ast.Store())
-                | ast.Delete()
-            ):
-                more_than_values.append(ast.unparse(node))
-            case ast.Import() | ast.ImportFrom():
-                imports.append(ast.unparse(node))
-            case ast.Name(name, ast.Store()) | ast.FunctionDef(name):
-                changed.append(name)
+    # What the program may use without an import: LIBRARIES, or what its asserts import.
+    libraries = LIBRARIES if tests.fn_name else ["typing"]
+    imports = [f"import {name}\nfrom {name} import *" for name in libraries]
+    nodes = ast.walk(ast.parse(tests.asserts))
+    imports += [ast.unparse(x) for x in nodes if isinstance(x, (ast.Import, ast.ImportFrom))]
     source = f"{HARNESS}\nprovide({imports})"
-    asked = json.dumps((tests.asserts, changed, more_than_values, tests.fn_name, tests.inputs))
+    asked = json.dumps((tests.asserts, tests.fn_name, tests.inputs))
     _, (_, printed) = sandbox.run(source, [program], seconds, asked)
     try:
-        values = json.loads(printed)
-        if isinstance(values, str):
-            raise RuntimeError(values)
+        report = json.loads(printed)  # see `run_tests` in harness.py
+        if isinstance(report, str):
+            raise RuntimeError(report)
         return float(
-            len(values) == len(tests.outputs) and all(map(same_value, values, tests.outputs))
+            len(report) == len(tests.outputs) and all(map(same_value, report, tests.outputs))
         )
     except (ValueError, RecursionError):  # no report, or a value that cannot be compared
         return 0.0

@@ -8,13 +8,14 @@ attributes and items.
 
 Copies lose something: the class of a value, or that two names have one list. So asserts that fail
 run once more, all in the process of the program, unless they only compare values. If they hold there,
-there is no score.
+there is no score: the program may have made them hold.
 
 A request is [key in `held`, arguments, named arguments]. An answer is [result, arguments that the
 call has changed, class of the exception, its arguments]. Before it answers, a process may send
 requests of its own. The sandbox runs this file once, then `main` in both.
 """
 
+import ast
 import builtins
 import contextlib
 import functools
@@ -24,6 +25,7 @@ import json
 import operator
 import os
 import pickle
+import re
 import signal
 import sys
 import types
@@ -51,7 +53,7 @@ BUILTINS = dict(vars(builtins))
 MODULES = {name: name for name in sys.stdlib_module_names} | {"np": "numpy"}
 TYPES = {name: kind for name, kind in BUILTINS.items() if isinstance(kind, type)}
 Encoded = bytes | str  # a message, see `encode`
-lost: list = []  # why asserts may fail only because they have copies
+lost: list = []  # what may have failed asserts, as they had a copy of it
 held: dict = {}  # what the other process may call; that of the tests holds functions only
 sys.modules["response"] = module = types.ModuleType("response")
 names = vars(module)  # of the program
@@ -155,10 +157,10 @@ def encode_value(value: Any):
 def make(encoded: dict):
     """Return the value of an object of one key, whose arguments are made already."""
     [(name, arguments)] = encoded.items()
-    module, _, kind = name.rpartition(".")
-    if module:
-        return PLAIN[name] and getattr(importlib.import_module(module), kind)(*arguments)
     makers: Any = {"array": array, "class": class_of, "mine": Remote, "yours": held.get}
+    if name in PLAIN:
+        module, _, kind = name.rpartition(".")
+        return getattr(importlib.import_module(module), kind)(*arguments)
     return makers[name](*arguments)
 
 
@@ -260,67 +262,89 @@ def run_program(program: str) -> None:
 
 # ---- the process of the tests --------------------------------------------------------------------
 
+PROGRAM = Remote("response")
+
 
 def run_tests(tests: str) -> None:
-    """Run asserts, then calls of a function, and print the list of their values, or why there is no
-    score.
+    """Run the asserts, or else the calls of a function, and print a report in JSON:
+    - a list of the values of the calls, or an empty one if the asserts hold;
+    - a text, if there is no score: why;
+    - nothing, as this process ends by an exception: the program has not passed.
     """
-    asserts, changed, more_than_values, function, calls = json.loads(tests)
-    program = Remote("response")
-    defined = {*ask("dir", program)}
-    lost.extend([*more_than_values, *(defined | BUILTINS.keys()).intersection(changed)])
-    found: list = []  # what the asserts have looked up in the program
+    asserts, function, calls = json.loads(tests)
+    sys.stdout = None
+    defined = {*ask("dir", PROGRAM)}
+    values = [
+        ask("getattr", PROGRAM if function in defined else PROGRAM.Solution(), function)(*call)
+        for call in calls
+    ]
+    report = run_asserts(asserts, defined) if asserts else values
+    text = json.dumps(report, default=lambda x: [*x] if isinstance(x, Remote) else x.tolist())
+    os.write(1, text.encode())
+    os._exit(0)
 
-    def run_asserts(known: dict, asked: set):
-        """Run the asserts, which find the names `asked` in the program; return what they raise."""
+
+def run_asserts(asserts: str, defined: set[str]) -> list | str:
+    """Return the report on asserts (see `run_tests`), or raise what they raise.
+
+    Args:
+        defined: the names that the program has.
+    """
+    used = []  # names that the asserts have looked up in the program
+
+    def raised(of_program: set[str]):
+        """Run the asserts, which find some names in the program; return what they raise."""
 
         class Globals(dict):
-            """The global names of the tests."""
+            """The global names of the asserts. A KeyError leads to Python's builtins."""
 
             def __missing__(self, name: str):
-                if name not in asked:
-                    if name in MODULES:
-                        return importlib.import_module(MODULES[name])
-                    raise KeyError(name)
-                found.append(name)
-                if name[0].isupper():
-                    METHODS.clear()
-                return ask("getattr", program, name)
+                if name in of_program:
+                    used.append(name)
+                    if name[0].isupper():
+                        METHODS.clear()
+                    return ask("getattr", PROGRAM, name)
+                return importlib.import_module(MODULES[name])
 
         try:
-            exec(asserts, Globals(known, __name__="__main__"))
+            exec(asserts, Globals(__name__="__main__"))
         except BaseException as error:
             return error
 
-    sys.stdout = None
     # Builtins and modules are Python's: the program does not choose what judges it. But if asserts
     # use nothing else, a function that they test has such a name.
-    error = run_asserts(BUILTINS, defined - MODULES.keys())
-    if not found:
-        error = run_asserts({}, defined)
+    error = raised(defined - BUILTINS.keys() - MODULES.keys())
+    if not used:
+        error = raised(defined)
+    if error is None:
+        return [] if used else "asserts use nothing of the program"
     # An ImportError that the program has raised arrives without a name.
     if isinstance(error, ImportError) and error.name:
-        report: Any = f"asserts cannot be run: {error}"
-    elif error:
-        # A wrong value is as wrong in the process of the program.
-        if isinstance(error, AssertionError) and not lost:
-            raise error
-        ask("run", asserts)
-        report = "asserts hold in the process of the program, but not with copies of its data"
-    elif asserts and not found:
-        report = "asserts use nothing of the program"
-    else:
-        report = [
-            ask("getattr", program if function in defined else program.Solution(), function)(*call)
-            for call in calls
-        ]
-    os.write(
-        1,
-        json.dumps(
-            report, default=lambda x: [*x] if isinstance(x, Remote) else x.tolist()
-        ).encode(),
-    )
-    os._exit(0)
+        return f"asserts cannot be run: {error}"
+    # A wrong value is as wrong in the process of the program.
+    if isinstance(error, AssertionError) and not (lost or tell_copies(asserts, defined)):
+        raise error
+    ask("run", asserts)  # raises what they raise there
+    return "asserts hold in the process of the program, but not with copies of its data"
+
+
+def tell_copies(asserts: str, defined: set[str]) -> bool:
+    """Return whether asserts do what may tell an object from a copy of it: more than comparing
+    values, or giving a name of the program or of Python another value.
+    """
+    for node in ast.walk(ast.parse(asserts)):
+        match node:
+            case (
+                ast.Expr(ast.Call(ast.Attribute()))
+                | ast.Attribute(ctx=ast.Store())
+                | ast.Subscript(ctx=ast.Store())
+                | ast.Delete()
+            ):
+                return True
+            case ast.Name(name, ast.Store()) | ast.FunctionDef(name):
+                if name in defined | BUILTINS.keys():
+                    return True
+    return bool(re.search(r"\b(is|id|type|callable|__\w+__)\b", asserts))
 
 
 def main(run: str) -> None:

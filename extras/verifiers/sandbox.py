@@ -166,7 +166,8 @@ def run(code: str, inputs: list[str], seconds: float, tests: str = "") -> Iterat
     ):
         of_tests.write(tests)
         of_tests.seek(0)
-        marshal.dump([code, inputs, time.monotonic() + seconds, tests and of_tests.fileno()], job)
+        deadline = time.monotonic() + seconds
+        marshal.dump([code, inputs, deadline, of_tests.fileno() if tests else 0], job)
         job.seek(0)
         process = subprocess.Popen(
             [sys.executable, "-I", "-Xutf8", "-Xint_max_str_digits=0", __file__, folder],
@@ -235,7 +236,7 @@ def main(folder: str) -> None:
     end_with_parent()
     # Programs, too: who ends a run may send it to all of its processes.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    code, inputs, deadline, tests = marshal.load(sys.stdin.buffer)
+    code, inputs, deadline, of_tests = marshal.load(sys.stdin.buffer)
     with open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # where memory runs out, the kernel ends programs first
     missing = []
@@ -249,7 +250,7 @@ def main(folder: str) -> None:
         missing.append(f"no namespaces ({error.strerror}): they can fill the disk")
     write(0, "; ".join(missing).encode())
     for text in inputs:
-        write(*run_once(code, text, deadline, folder, tests))
+        write(*run_once(code, text, deadline, folder, of_tests))
 
 
 def write(status: int, text: bytes) -> None:
@@ -287,10 +288,13 @@ def enter_namespaces(folder: str) -> None:
 
 
 def run_once(
-    code: str, text: str, deadline: float, folder: str, tests: int = 0
+    code: str, text: str, deadline: float, folder: str, of_tests: int = 0
 ) -> tuple[int, bytes]:
     """Return the exit code of a program (128 + signal, as in a shell) and what it printed before
     the deadline. Raise RuntimeError if it was killed, but not for a limit.
+
+    Args:
+        of_tests: the descriptor that a second process reads its tests from, see `run`; 0 for none.
     """
     # In memory: the program could put a link in the place of a file in its folder. Descriptors, not
     # files: the program's process closes them, and ends as Python does.
@@ -301,18 +305,18 @@ def run_once(
     pipes = [*os.pipe(), *os.pipe()]
     # What each process runs, and its descriptors from 0 on.
     jobs = [(code, [stdin, stdout, 2])]
-    if tests:
+    if of_tests:
         exec(code, vars(module))
         jobs = [
             ("main('run_program')", [stdin, 2, 2, pipes[0], pipes[3]]),
-            ("main('run_tests')", [tests, stdout, 2, pipes[2], pipes[1]]),
+            ("main('run_tests')", [of_tests, stdout, 2, pipes[2], pipes[1]]),
         ]
     children = {}
     for source, descriptors in jobs:
         child = os.fork()
         if not child:
             end_with_parent()
-            if descriptors[0] == tests:
+            if descriptors[0] == of_tests:
                 libc.prctl(4, 0)  # PR_SET_DUMPABLE: no program looks into it
             os.chdir(folder)
             # By way of higher numbers: the first nine are taken, at the latest by the pipes.

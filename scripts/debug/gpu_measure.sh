@@ -22,10 +22,14 @@ if [ "${TINY:-}" ]; then
 fi
 failed=()
 
+wanted() { # the name of a part
+    [[ " ${parts[*]} " =~ " all "|" ${1%_*} " ]]
+}
+
 part() { # name, seconds, command: its lines go to $out/NAME.log and the terminal at once
     local name=$1 limit=$2 begin=$SECONDS code
     shift 2
-    [[ " ${parts[*]} " =~ " all "|" ${name%_*} " ]] || return 0
+    wanted "$name" || return 0
     echo "== $name, at most $limit s: $*" | tee "$out/$name.log"
     timeout -k 10 "$limit" "$@" 2>&1 | tee -a "$out/$name.log"
     code=${PIPESTATUS[0]}
@@ -37,6 +41,7 @@ part() { # name, seconds, command: its lines go to $out/NAME.log and the termina
 learn() { # name, seconds, further flags
     local name=$1 limit=$2
     shift 2
+    wanted "$name" || return 0 # else what an earlier call has measured would go
     rm -rf "$out/$name"
     part "$name" "$limit" "$python" grpo.py --model "${MODEL:?a model folder}" --dataset "${DATA:?rows}" --system_prompt "" \
         "${train[@]}" --kl_coef 0 --eval_every 0 --save_every 0 --total_episodes $episodes --output_dir "$out" --run_name "$name" "$@"

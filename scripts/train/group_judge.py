@@ -6,6 +6,7 @@ JUDGE_URL is an OpenAI-compatible address, JUDGE_MODEL its model, and JUDGE_API_
 import asyncio
 import os
 import re
+import sys
 from itertools import groupby
 
 import aiohttp
@@ -25,9 +26,13 @@ async def ranks(prompt: str, responses: list[str]) -> list[float | None]:
     answers = "\n\n".join(f"Answer {i}: {response}" for i, response in enumerate(responses))
     message = {"role": "user", "content": TASK.format(prompt, answers)}
     request = {"model": os.environ["JUDGE_MODEL"], "messages": [message], "temperature": 0}
-    async with aiohttp.request("POST", URL, json=request, headers=KEY) as answer:
-        answer.raise_for_status()
-        text = (await answer.json())["choices"][0]["message"]["content"]
+    try:
+        async with aiohttp.request("POST", URL, json=request, headers=KEY) as answer:
+            answer.raise_for_status()
+            text = (await answer.json())["choices"][0]["message"]["content"]
+    except (aiohttp.ClientError, TimeoutError) as error:  # the other groups keep their scores
+        print(f"warning: the judge: {error!r}", file=sys.stderr)
+        return [None] * len(responses)
     order = list(map(int, re.findall(r"\d+", text.rpartition("Ranking:")[2])))
     numbers = range(len(responses))
     if sorted(order) != [*numbers]:

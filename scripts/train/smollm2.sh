@@ -64,10 +64,11 @@ reward_model)
         --reward_weights 1 0 --kl_coef 0.05 "$@"
     ;;
 gsm8k)
-    rows=(--output_dir "$runs" --dataset "$1/train.jsonl" --eval_dataset "$1/test.jsonl" --reward gsm8k math --system_prompt "" --max_prompt_length 256
+    folder=${1:?a folder with train.jsonl and test.jsonl of GSM8K}
+    rows=(--output_dir "$runs" --dataset "$folder/train.jsonl" --eval_dataset "$folder/test.jsonl" --reward gsm8k math --system_prompt "" --max_prompt_length 256
         --max_response_length 200 --precision "$precision" --eval_prompts 256 --eval_samples 2 --eval_every 100)
     shift
-    python distill.py --run_name "$name-supervised" --model "$model" "${rows[@]}" "${training[@]}" --on_policy_share 0 \
+    python distill.py --resume --run_name "$name-supervised" --model "$model" "${rows[@]}" "${training[@]}" --on_policy_share 0 \
         --rollout_batch_size 32 --passes 0.43 --learning_rate 1e-4
     exec python grpo.py --run_name "$name" --model "$runs/$name-supervised/final" "${rows[@]}" "${training[@]}" \
         --rollout_batch_size 16 --group_size 8 --total_episodes 12800 --kl_coef 0 --learning_rate 1e-5 "$@"
