@@ -31,7 +31,7 @@ from server_key import has_key, require_key
 from yarl import URL
 
 import utils
-from extras.http_log import in_one_line
+from extras.http import in_one_line
 from plumbing.cli import Port, PositiveInt, RewardArgs, Seconds
 from plumbing.data.formats import named_sources
 from plumbing.data.messages import read_messages

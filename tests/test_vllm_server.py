@@ -239,7 +239,7 @@ def test_every_path_but_health_requires_the_key(running, engine, capsys, monkeyp
         monkeypatch.setenv("VLLM_API_KEY", key)
         line = refused(capsys, connect, url)
         assert (
-            f"{url}: /get_world_size failed" in line
+            f"{url}/get_world_size failed" in line
             and "VLLM_API_KEY is not the one of the server" in line
         )
 
@@ -338,7 +338,7 @@ def test_bad_addresses(running, engine, capsys, monkeypatch):
     model = running[1]
     url = list(running[0])[0]
     nobody = f"http://127.0.0.1:{free_port()}"
-    assert f"{nobody}: /health failed for" in refused(capsys, connect, url, nobody, model=model)
+    assert f"{nobody}/health failed for" in refused(capsys, connect, url, nobody, model=model)
 
 
 def test_what_a_server_answers():

@@ -24,7 +24,7 @@ from aiohttp.log import server_logger
 from extras.episodes.apis import APIS, Api
 from extras.episodes.conversations import Conversation, Conversations
 from extras.episodes.tool_processes import EnvironmentFailure, ToolProcess
-from extras.http_log import in_one_line
+from extras.http import in_one_line
 from plumbing.data.messages import read_messages
 from plumbing.models.config import positions_of
 from utils import first_line
