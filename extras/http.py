@@ -39,8 +39,10 @@ async def ask_server(
     Args:
         key: environment variable with the key that is sent along.
     """
-    headers = {"Authorization": f"Bearer {os.environ.get(key, '')}"}
-    headers["Content-Type"] = "application/json"
+    headers = {
+        "Authorization": f"Bearer {os.environ.get(key, '')}",
+        "Content-Type": "application/json",
+    }
     limits = aiohttp.ClientTimeout(timeout, sock_connect=10.0)
     method = "GET" if body is None else "POST"
     content = json.dumps(body, default=str)

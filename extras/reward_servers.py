@@ -23,11 +23,10 @@ class ServerSource(Source):
     async def load(self) -> None:
         """Ask GET /health for `verifies` and `whole`, which a server without that page lacks."""
         self.at_once = asyncio.Semaphore(8)
-        health = {}
         try:
             health = await self._ask(self.name.rstrip("/"), "/health")
         except NoSuchPage:
-            pass
+            health = {}
         except RuntimeError as error:
             raise UserError(f"--reward {error}", local=True) from error
         if "verifies" not in health:
