@@ -167,7 +167,7 @@ def check_sent(of_workers: list[list[str]]) -> None:
         )
 
 
-class VllmSampling(EventLoop):
+class RolloutEngine(EventLoop):
     """A rollout engine, which samples from a copy of the trained policy.
 
     Requests are coroutines. Those of all threads run in its event loop. A response depends on its

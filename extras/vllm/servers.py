@@ -21,7 +21,7 @@ from extras.vllm.sampling import (
     ADAPTER,
     Adapter,
     Response,
-    VllmSampling,
+    RolloutEngine,
     check_sent,
     response_of,
 )
@@ -33,7 +33,7 @@ SERVER_ANSWER = 1500.0
 SERVER_REQUESTS = 256  # requests under way, for each rank and server
 
 
-class Servers(VllmSampling):
+class Servers(RolloutEngine):
     """vLLM servers as one rollout engine: each server samples a share of every rank's queries."""
 
     def __init__(self, args: Any, world: World, compute_dtype: torch.dtype | None):
