@@ -66,7 +66,7 @@ class Engine:
         self.seconds = seconds  # of a response
         self.asked = []
 
-    async def sample(self, place, query, seed, length, stop_ids, args, interrupted):
+    async def sample(self, place, query, seed, length, stop_ids, args):
         text = self.texts[min(len(self.asked), len(self.texts) - 1)]
         ids = [*self.tokenizer.encode(text), stop_ids[0]][:length]
         sampling = dict(temperature=args.temperature, stops=args.turn_stop)

@@ -399,6 +399,11 @@ def test_a_server_that_others_reach_requires_a_key(capsys, monkeypatch):
     monkeypatch.setattr(os, "execve", lambda *_: pytest.fail("the server starts"))
     args = vllm_server.Args(model="model", host="0.0.0.0")
     assert "VLLM_API_KEY" in refused(capsys, lambda: vllm_server.main(args, []))
+    args = vllm_server.Args(model="model")
+    others = ["--host=0.0.0.0"]
+    assert "has to stand before" in refused(capsys, lambda: vllm_server.main(args, others))
+    with pytest.raises(ValueError, match="port"):
+        vllm_server.Args(model="model", port=0)
 
 
 def test_a_failed_sync_ends_the_rollouts_of_all_ranks():

@@ -195,8 +195,9 @@ class Agents(Conversations):
         message = {"role": "assistant", "content": content}
         reason = "stop" if ended else "length"
         template = self.template_of(tools)
-        said, calls = template.parse(text) if asked.get("tool_choice") != "none" else ("", [])
-        if calls and all(isinstance(call, tuple) for call in calls):
+        said, calls = template.parse(text)
+        may_call = asked.get("tool_choice") != "none"
+        if may_call and calls and all(isinstance(call, tuple) for call in calls):
             reason = "tool_calls"
             message["content"] = said
             message["tool_calls"] = [

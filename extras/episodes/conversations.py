@@ -201,9 +201,7 @@ class Conversations:
                 seed = None
                 if draws[place, 0] >= 0:  # whatever the order of parallel requests
                     seed = int(generator(draws[place, 0], repetition, query).integers(2**62))
-                return await engine.sample(
-                    place, query, seed, length, self.stop_ids, args, interrupted
-                )
+                return await engine.sample(place, query, seed, length, self.stop_ids, args)
 
             conversation = Conversation(rows[place])
             async with free:
