@@ -44,14 +44,13 @@ async def ask_server(
         "Content-Type": "application/json",
     }
     limits = aiohttp.ClientTimeout(timeout, sock_connect=10.0)
-    method = "GET" if body is None else "POST"
-    content = json.dumps(body, default=str)
+    content = None if body is None else json.dumps(body, default=str)
     begin = 0.0
     while True:
         may_help = True  # to ask again
         try:
             async with aiohttp.request(
-                method,
+                "POST" if content else "GET",
                 url + path,
                 data=content,
                 timeout=limits,
@@ -67,7 +66,7 @@ async def ask_server(
                 raise NoSuchPage(f"{url}{path} failed ({why})")
             may_help = status in (408, 429) or status >= 500
         except (aiohttp.ClientError, OSError, ValueError) as error:  # a TimeoutError has no text
-            why = first_line(error) if str(error) else f"no answer within {timeout:g} s"
+            why = first_line(error) if str(error) else f"no answer within {timeout} s"
             may_help = not isinstance(error, ValueError)  # of an address, or bytes that are no text
         now = time.monotonic()
         begin = begin or now
