@@ -19,7 +19,8 @@ from utils import UserError, as_user_error
 if TYPE_CHECKING:
     from plumbing.rollout.batch import Batch
 
-LEAST_SAVED = 0.2  # share of a micro-batch's tokens; if sharing saves less, it has whole rows
+# Share of the tokens of a micro-batch. A micro-batch in which sharing saves less has whole rows.
+LEAST_SAVED = 0.2
 
 
 class PromptLayer(DynamicLayer):

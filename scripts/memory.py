@@ -36,7 +36,7 @@ from pydantic.dataclasses import dataclass
 from transformers import AutoConfig, PreTrainedModel
 
 import utils
-from extras.vllm.sampling import VllmSampling, sent_weights
+from extras.vllm.sampling import RolloutEngine, sent_weights
 from plumbing import cli
 from plumbing.models import forward, loading, sharding
 from plumbing.models import tokenizer as tokenizers
@@ -111,7 +111,7 @@ class Memory(torch.utils._python_dispatch.TorchDispatchMode):
         return outputs
 
 
-class Engine(VllmSampling):
+class Engine(RolloutEngine):
     """Stands for vLLM: responses of the greatest length, and the bytes of its weights and its
     cache.
     """

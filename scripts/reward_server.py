@@ -31,7 +31,7 @@ from server_key import has_key, require_key
 from yarl import URL
 
 import utils
-from extras.http_log import in_one_line
+from extras.http import in_one_line
 from plumbing.cli import Port, PositiveInt, RewardArgs, Seconds
 from plumbing.data.formats import named_sources
 from plumbing.data.messages import read_messages
@@ -137,11 +137,11 @@ class Scorer:
 async def serve(scorer: Scorer, listener: socket.socket) -> None:
     """Answer the requests that arrive at a socket, without end.
 
-    A request is scored part by part, and each part waits for a turn of its client: so no request
+    A request is scored part by part, and each part waits for a slot of its client: so no request
     waits for all of another one, and no client for all requests of another one.
     """
     server_logger.addFilter(in_one_line)
-    turns = defaultdict(lambda: asyncio.Semaphore(PARTS))
+    slots = defaultdict(lambda: asyncio.Semaphore(PARTS))
     busy = set()  # connections with a request that has come whole
 
     async def score(request: web.Request) -> web.Response:
@@ -152,7 +152,7 @@ async def serve(scorer: Scorer, listener: socket.socket) -> None:
         two = asyncio.Semaphore(2)  # else processes would wait for the last row of each part
 
         async def score_part(i: int) -> list[float | None]:
-            async with two, turns[request.remote]:
+            async with two, slots[request.remote]:
                 return await asyncio.to_thread(scorer.score, asked, places[i : i + size])
 
         try:

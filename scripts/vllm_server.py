@@ -17,10 +17,10 @@ says what the key protects, and what not.
 
 import os
 import sys
-from typing import Literal
+from typing import Annotated, Literal
 
 import repository  # noqa: F401
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 from server_key import require_key
 
@@ -38,7 +38,7 @@ class Args:
     host: str = "127.0.0.1"
     """Address to listen on; one that other machines reach requires a key in the variable
     VLLM_API_KEY."""
-    port: Port = 8000
+    port: Annotated[Port, Field(ge=1)] = 8000
     """Port to listen on."""
     tensor_parallel: PositiveInt = 1
     """GPUs that share the model."""
@@ -57,6 +57,8 @@ class Args:
 def main(args: Args, others: list[str]) -> None:
     with utils.as_user_error(f"--host {args.host}"):
         require_key(args.host, "VLLM_API_KEY")
+        if any(word.startswith("--host") for word in others):
+            raise ValueError("it has to stand before the --")
     options = {
         "model": args.model,
         "host": args.host,

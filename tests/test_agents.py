@@ -65,7 +65,7 @@ class Engine:
         self.seconds = seconds  # of a response
         self.asked = []
 
-    async def sample(self, place, query, seed, length, stop_ids, args, interrupted):
+    async def sample(self, place, query, seed, length, stop_ids, args):
         text = self.texts[min(len(self.asked), len(self.texts) - 1)]
         ids = [*self.tokenizer.encode(text), stop_ids[0]][:length]
         sampling = dict(temperature=args.temperature, stops=args.turn_stop)
@@ -158,6 +158,7 @@ def test_a_conversation_keeps_its_tokens(play):
     between = queries[1][len(queries[0]) + len(sampled[0]) :]
     assert between.count(stop) == 1 and "3<|im_end|>" in engine.tokenizer.decode(between)
     assert [message["content"] for message in one.turns] == ["", "", "It is 3."]
+    assert one.metrics()["tool_calls"] == 2
     trained = [x for x, m in zip(one.outputs["further"], one.outputs["response_mask"]) if m]
     assert trained == list(map(float, sum(sampled, [])))
 
@@ -448,6 +449,22 @@ def test_a_server_of_openenv(play, monkeypatch):
     assert "Invalid" in engine.tokenizer.decode(engine.asked[2]["query"])
 
 
+LEAVES = """
+try:
+    ask(user("x"), timeout=0.1)
+except openai.APITimeoutError:
+    ask(user("x"))
+"""
+
+
+def test_an_answer_that_never_arrived_does_not_count(play):
+    """And asked again, the agent gets the same one."""
+    [one], engine = play(LEAVES, seconds=0.5, max_turns=1)
+    assert (one.error, one.starts, one.metrics()["turns"]) == ("", [], 1)
+    assert contexts_of(one)[0][1] == engine.asked[1]["ids"]
+    assert engine.asked[0] == engine.asked[1]
+
+
 HANGING = {
     "hangs": ("ask(user('x')); time.sleep(60)", "play: TimeoutError .*: no answer in time"),
     "is deaf": (
@@ -463,7 +480,7 @@ BAD = {
     "returns text": ("ask(user('x')); reward = 'good'", "play: ValueError: could not convert.*"),
     "leaves half a request": (
         "ask(user('x')); host, path = url[7:].split('/', 1); host, port = host.split(':')\n"
-        "s = socket.create_connection((host, int(port)))\n"
+        "threading.kept = s = socket.create_connection((host, int(port)))\n"
         "head = f'POST /{path}/chat/completions HTTP/1.1', 'Host: x', 'Content-Length: 99', '', '{'\n"
         "s.sendall('\\r\\n'.join(head).encode())\n"
         "ask(user('y'))",

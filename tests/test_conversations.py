@@ -22,7 +22,7 @@ import grpo
 import ppo
 import rloo
 from extras.episodes.conversations import STOP_REASONS, Conversation, Conversations
-from extras.vllm.sampling import VllmSampling
+from extras.vllm.sampling import RolloutEngine
 from plumbing.models.loading import load_model, precision
 from plumbing.processes import EventLoop
 from plumbing.rewards.sources import EpisodeSource, RewardSources
@@ -181,7 +181,7 @@ def test_conversations_of_several_rollouts_are_bounded_together():
     """The rollouts of several steps, which one engine makes at once."""
     conversations = conversations_of(generation_batch_size=3)
     tokenizer = make_tokenizer()
-    engine = VllmSampling()
+    engine = RolloutEngine()
     under_way = set()
     most = []
     ended = []

@@ -449,7 +449,7 @@ def test_servers_that_cannot_teach(tmp_path, serve, capsys, monkeypatch):
     values = flags(tmp_path)
     nobody = f"http://127.0.0.1:{helpers.free_port()}"
     refused = lambda **x: helpers.refused(capsys, run_here, {**values, **x}, "distill")
-    assert f"--teacher {nobody}: /v1/models failed" in refused(teacher=nobody)
+    assert f"--teacher {nobody}/v1/models failed" in refused(teacher=nobody)
     url = serve(values["model"])
     assert f"--teacher {url}: reads 250 tokens" in refused(teacher=url, max_response_length=245)
     url = serve(values["model"], decode=lambda ids: "another text")

@@ -20,7 +20,7 @@ from tiny_models import CPU, WORLD
 
 import grpo
 import utils
-from extras.vllm.sampling import VllmSampling
+from extras.vllm.sampling import RolloutEngine
 from plumbing.data.mixture import next_prompts
 from plumbing.models import loading
 from plumbing.rewards.sources import Scoring
@@ -259,7 +259,7 @@ def test_which_pass_rates_a_step_sees(async_steps, late):
 
 def test_what_ends_coroutines_that_run_in_the_engine():
     """An error of one, an exit and an interrupt: the others are cancelled, and the engine goes on."""
-    engine = VllmSampling()
+    engine = RolloutEngine()
     cancelled = []
 
     async def wait(seconds: float) -> None:

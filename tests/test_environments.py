@@ -9,7 +9,7 @@ from pathlib import Path
 import helpers
 import pytest
 
-from extras.episodes.tool_processes import ToolProcess, ToolProcesses
+from extras.episodes.tool_processes import start_tools
 from plumbing.run.command import parse
 
 PAGE = (helpers.ROOT / "docs" / "agents.md").read_text()
@@ -33,10 +33,10 @@ def folder(tmp_path_factory) -> Path:
 def test_the_environment(folder):
     assert PAGE.count("```") == 2 * (len(FILES) + PAGE.count("```bash"))
     assert FILES.keys() == {"guess.py", "agent.py"}
-    processes = ToolProcesses((f"{folder}/guess.py:middle",), f"{folder}/guess.py:Guess", 30.0)
+    process_of, _ = start_tools((f"{folder}/guess.py:middle",), f"{folder}/guess.py:Guess", 30.0)
 
     async def play() -> list:
-        process = ToolProcess(processes, 1)
+        process = process_of(1)
         results = [await process.ask("reset", {"prompt": "Guess", "secret": 7})]
         results += [await process.ask("step", guess) for guess in ("9", "low", " 7 ")]
         results.append(await process.ask("call", "middle", {"low": 3, "high": 11}))
@@ -51,5 +51,4 @@ def test_the_commands_and_the_agent(folder):
     (guess,) = filter(None, COMMANDS)
     args = parse(importlib.import_module("grpo").Args, guess[2:])
     assert (args.environment, args.tools) == ("guess.py:Guess", ("guess.py:middle",))
-    processes = ToolProcesses((), f"{folder}/agent.py:play", 30.0, "--agent")
-    assert processes.schemas == []
+    assert start_tools((), f"{folder}/agent.py:play", 30.0, "--agent")[1] == []

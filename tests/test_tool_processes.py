@@ -14,7 +14,7 @@ import pytest
 from conftest import ROOT
 from helpers import refused, table
 
-from extras.episodes.tool_processes import EnvironmentFailure, ToolError, ToolProcess, ToolProcesses
+from extras.episodes.tool_processes import EnvironmentFailure, ToolError, start_tools
 
 TOOLS = '''
 import contextlib, os, random, signal, subprocess, sys, time
@@ -110,7 +110,7 @@ class Needs:
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     """The files of tools and environments: a function (tools, environment) -> the arguments of
-    ToolProcesses.
+    start_tools.
     """
     folder = tmp_path_factory.mktemp("tools")
     for name, text in {
@@ -129,12 +129,12 @@ def files(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def processes(files):
-    return ToolProcesses(
+    return start_tools(
         *files(("tools.py:add", "tools.py:run", "tools.py:later"), "game.py:Game"), 60.0
     )
 
 
-def converse(processes: ToolProcesses, *calls, row={"secret": 5}, seed=1) -> list:  # noqa: B006
+def converse(processes: tuple, *calls, row={"secret": 5}, seed=1) -> list:  # noqa: B006
     """Return the results of calls (method, arguments...) of one conversation after a reset, or the
     errors' texts.
 
@@ -142,10 +142,10 @@ def converse(processes: ToolProcesses, *calls, row={"secret": 5}, seed=1) -> lis
     """
 
     async def run():
-        process = ToolProcess(processes, seed)
+        process = processes[0](seed)
         results = []
         try:
-            if processes.environment:
+            if process.gone is EnvironmentFailure:
                 results.append(await process.ask("reset", row))
             for method, *arguments in calls:
                 if method == "limit":
@@ -205,7 +205,7 @@ def test_a_conversation_with_tools_and_an_environment(processes):
         ["lower", 0.5, True],
     ]
     assert converse(processes, *calls) == expected
-    assert [schema["function"]["name"] for schema in processes.schemas] == [
+    assert [schema["function"]["name"] for schema in processes[1]] == [
         "add",
         "run",
         "later",
@@ -258,7 +258,7 @@ def test_what_ends_its_process(processes, files, tmp_path, code):
     ]
     assert converse(processes, *calls) == [" go", "", "", f"failure: {GONE[code]}"]
     wait_until(lambda: not is_running(int((tmp_path / "pid").read_text())))
-    tools = ToolProcesses(*files(("tools.py:run",)), 60.0)
+    tools = start_tools(*files(("tools.py:run",)), 60.0)
     assert converse(tools, *calls) == ["", "", f"error: {GONE[code]}", "[]"]
 
 
@@ -287,7 +287,7 @@ def test_random_numbers_are_the_rows(processes):
 
 
 def test_an_asynchronous_environment(files):
-    asynchronous = ToolProcesses(*files((), "game.py:Asynchronous"), 60.0)
+    asynchronous = start_tools(*files((), "game.py:Asynchronous"), 60.0)
     added, (observation, reward, done) = converse(asynchronous, ("step", "x"), row={})
     # one event loop for all calls
     assert added == "hello" and observation == "" and math.isnan(reward) and done
@@ -296,8 +296,8 @@ def test_an_asynchronous_environment(files):
 def test_in_a_running_event_loop(files):
     """As that of a notebook, which goes on."""
 
-    async def cell() -> ToolProcesses:
-        made = ToolProcesses(*files((), "game.py:Asynchronous"), 60.0)
+    async def cell() -> tuple:
+        made = start_tools(*files((), "game.py:Asynchronous"), 60.0)
         await asyncio.sleep(0.01)  # asks for the running loop
         return made
 
@@ -307,7 +307,7 @@ def test_in_a_running_event_loop(files):
 TRAINER = """
 import asyncio, sys
 import torch  # as a trainer does
-from extras.episodes.tool_processes import ToolProcess, ToolProcesses
+from extras.episodes.tool_processes import start_tools
 
 async def train(process):
     await process.ask("reset", {"secret": 1})
@@ -316,7 +316,7 @@ async def train(process):
     await process.ask("call", "run", {"code": "9 ** 9 ** 9"})  # no exception ends it
 
 if __name__ == "__main__":
-    asyncio.run(train(ToolProcess(ToolProcesses((sys.argv[1],), sys.argv[2], 60.0), 1)))
+    asyncio.run(train(start_tools((sys.argv[1],), sys.argv[2], 60.0)[0](1)))
 """
 
 
@@ -341,7 +341,7 @@ def test_a_connection_that_closes_ends_what_a_tool_has_started(processes):
     """As where the process reads that the trainer is gone before its thread does."""
 
     async def close() -> str:
-        tools = ToolProcess(processes, 1)
+        tools = processes[0](1)
         code = "subprocess.Popen(['sleep', '99']).pid"
         started = await tools.ask("call", "run", {"code": code})
         tools.process.writer.close()
@@ -354,14 +354,14 @@ def test_a_connection_that_closes_ends_what_a_tool_has_started(processes):
 @pytest.mark.parametrize("tools, environment, line", TABLE["refused"])
 def test_what_is_wrong_with_tools_and_environments(files, capfd, tools, environment, line):
     assert re.fullmatch(
-        f"error: {line}", refused(capfd, ToolProcesses, *files(tools, environment), 2.0)
+        f"error: {line}", refused(capfd, start_tools, *files(tools, environment), 2.0)
     )
 
 
 def test_python_tool(tmp_path, monkeypatch):
     """A program that does not end is gone with its conversation."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    processes = ToolProcesses((f"{ROOT}/scripts/train/python_tool.py:python",), "", 60.0)
+    processes = start_tools((f"{ROOT}/scripts/train/python_tool.py:python",), "", 60.0)
     programs = {
         "for i in range(2):\n    print(i)\nif __name__ == '__main__': print('{}')": "0\n1\n{}\n",
         "print(1)\n1 / 0": "1\nZeroDivisionError: division by zero\n",
@@ -372,7 +372,7 @@ def test_python_tool(tmp_path, monkeypatch):
     }
 
     async def call() -> None:
-        process = ToolProcess(processes, 1)
+        process = processes[0](1)
         for code, printed in programs.items():
             assert await process.ask("call", "python", {"code": code}) == printed
         process.timeout = 1.0

@@ -154,7 +154,7 @@ def test_calls(form, case, tokenizer_of):
     text, expected = CALLS[form][case]
     turns = turns_of(tokenizer_of(QWEN25), [TYPED])
     turns.form = load_response_template(FORMS[form])
-    check_calls(turns.calls(text.replace("DEEP", "[" * 100_000)), expected)
+    check_calls(turns.parse(text.replace("DEEP", "[" * 100_000))[1], expected)
 
 
 TEMPLATES = table("templates.yaml")
@@ -188,7 +188,7 @@ def check_form(form: str, template: str, tokenizer) -> None:
     ids = render(said, True)
     name = len(render(said[:2], False)) - begin
     end = next(i for i in range(begin + name // 2, len(ids)) if ids[i] in stop_ids)
-    assert turns.calls(tokenizer.decode(ids[begin:end])) == [("f", ARGUMENTS)]
+    assert turns.parse(tokenizer.decode(ids[begin:end]))[1] == [("f", ARGUMENTS)]
     assert turns.observation_ids(said[2:], ids[end]) == ids[end + 1 :]
     assert turns.observation_ids(said[2:], 5) == ids[end:]  # a text has ended the turn
 
@@ -205,7 +205,7 @@ def test_the_response_template_of_the_tokenizer():
     own = json.dumps(FORMS["Hermes, Qwen2.5, Qwen3"]).replace("<tool_call>", "[TOOL_CALLS]")
     tokenizer = make_tokenizer(chat_template=TAGS, response_template=json.loads(own))
     tokenizer.add_tokens(SPECIAL)
-    assert turns_of(tokenizer).calls('[TOOL_CALLS]{"name": "f"}') == [("f", {})]
+    assert turns_of(tokenizer).parse('[TOOL_CALLS]{"name": "f"}')[1] == [("f", {})]
 
 
 @pytest.mark.parametrize("name", FORM_OF | REFUSAL_OF)
@@ -227,8 +227,9 @@ def test_thoughts_hold_no_calls(template, tokenizer_of):
     turns = turns_of(tokenizer_of(template))
     call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
     begun = "Would " if template == QWEN3_THINKING else "<think>\nWould "
-    assert turns.calls(f"{begun}{call} do?\n</think>\n\n{call}") == [("add", {"a": 1})]
-    assert turns.calls(f"{begun}{call} do?") == []
+    said, calls = turns.parse(f"{begun}{call} do?\n</think>\n\n<bos>Yes:\n{call}\n")
+    assert (said, calls) == (f"<think>\nWould {call} do?\n</think>\n\nYes:", [("add", {"a": 1})])
+    assert turns.parse(f"{begun}{call} do?")[1] == []
 
 
 # ---- token ids between two turns -----------------------------------------------------------------

@@ -226,7 +226,9 @@ def test_an_engine_that_raises_says_why(setting, monkeypatch):
 # ---- turns of conversations ----------------------------------------------------------------------
 
 
-def talk(setting, seeds, waits=(), interrupted=lambda: False, start="", stops=STOPS, **changes):
+def talk(
+    setting, seeds, waits=(), interrupted=lambda made: False, start="", stops=STOPS, **changes
+):
     engine, _, tokenizer, args = setting
     queries = [tokenizer.encode(f"{start}{seed}+{seed}=") for seed in seeds]
     return converse(
@@ -273,10 +275,7 @@ def test_strings_that_end_a_turn(setting):
 def test_what_ends_all_conversations(setting):
     """An interrupt, and a prompt that is too long; nothing is left."""
     engine, _, tokenizer, args = setting
-    asked = []
-    turns = talk(
-        setting, range(6), stops=[], interrupted=lambda: asked.append(1) or len(asked) > 12
-    )
+    turns = talk(setting, range(6), [0.05] * 6, all, stops=[])
     made = [len(list(filter(None, each))) for each in turns]
     assert min(made) > 0 and sum(made) < 4 * 6 and not engine.failure
     turns = converse(engine, [tokenizer.encode("1+1="), [5] * 999], [1, 2], STOPS, args)

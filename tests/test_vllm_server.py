@@ -239,7 +239,7 @@ def test_every_path_but_health_requires_the_key(running, engine, capsys, monkeyp
         monkeypatch.setenv("VLLM_API_KEY", key)
         line = refused(capsys, connect, url)
         assert (
-            f"{url}: /get_world_size failed" in line
+            f"{url}/get_world_size failed" in line
             and "VLLM_API_KEY is not the one of the server" in line
         )
 
@@ -338,7 +338,7 @@ def test_bad_addresses(running, engine, capsys, monkeypatch):
     model = running[1]
     url = list(running[0])[0]
     nobody = f"http://127.0.0.1:{free_port()}"
-    assert f"{nobody}: /health failed for" in refused(capsys, connect, url, nobody, model=model)
+    assert f"{nobody}/health failed for" in refused(capsys, connect, url, nobody, model=model)
 
 
 def test_what_a_server_answers():
@@ -399,6 +399,11 @@ def test_a_server_that_others_reach_requires_a_key(capsys, monkeypatch):
     monkeypatch.setattr(os, "execve", lambda *_: pytest.fail("the server starts"))
     args = vllm_server.Args(model="model", host="0.0.0.0")
     assert "VLLM_API_KEY" in refused(capsys, lambda: vllm_server.main(args, []))
+    args = vllm_server.Args(model="model")
+    others = ["--host=0.0.0.0"]
+    assert "has to stand before" in refused(capsys, lambda: vllm_server.main(args, others))
+    with pytest.raises(ValueError, match="port"):
+        vllm_server.Args(model="model", port=0)
 
 
 def test_a_failed_sync_ends_the_rollouts_of_all_ranks():

@@ -24,7 +24,7 @@ from aiohttp.log import server_logger
 from extras.episodes.apis import APIS, Api
 from extras.episodes.conversations import Conversation, Conversations
 from extras.episodes.tool_processes import EnvironmentFailure, ToolProcess
-from extras.http_log import in_one_line
+from extras.http import in_one_line
 from plumbing.data.messages import read_messages
 from plumbing.models.config import positions_of
 from utils import first_line
@@ -33,7 +33,7 @@ from utils import first_line
 # value that is false, 0 or empty; and with one of some values.
 READ = (
     "messages tools temperature max_tokens max_completion_tokens stop stream model user seed store "
-    "metadata stream_options parallel_tool_calls service_tier prompt_cache_key safety_identifier"
+    "metadata stream_options service_tier prompt_cache_key safety_identifier"
 ).split()
 OFF = (
     "frequency_penalty presence_penalty logit_bias functions logprobs top_logprobs min_p min_tokens "
@@ -49,6 +49,7 @@ FIXED = {
     "text": ({"format": {"type": "text"}}, {"verbosity": "low"}),
     "thinking": ({"type": "disabled"},),
     "truncation": ("disabled",),
+    "parallel_tool_calls": (True,),
     "skip_special_tokens": (True,),
     **dict.fromkeys(("n", "best_of", "top_p", "repetition_penalty", "length_penalty"), (1,)),
 }
@@ -88,8 +89,7 @@ class Agents(Conversations):
         """Have the agent make a response, and return its stop reason."""
         turns: list[Turn] = []
 
-        def refuse(turn: Turn, reason: str | None, status: int = 400) -> web.Response:
-            turns.remove(turn)
+        def refuse(reason: str | None, status: int = 400) -> web.Response:
             error = {"message": reason, "type": "invalid_request_error"}
             return web.json_response({"error": error, "type": "error"}, status=status)
 
@@ -97,16 +97,17 @@ class Agents(Conversations):
             turn = Turn()
             turns.append(turn)
             try:
-                body = await request.read()  # of which the rest may never come
-            except web.HTTPRequestEntityTooLarge as error:
-                return refuse(turn, error.text, 413)
-            try:
-                asked = json.loads(body)
+                asked = json.loads(await request.read())
                 answer = await self._answer(api.to_chat(asked), turn, turns, sample, api)
+            except web.HTTPRequestEntityTooLarge as error:
+                return refuse(error.text, 413)
             except KeyError as error:
-                return refuse(turn, f"{error} is missing")
+                return refuse(f"{error} is missing")
             except Exception as error:  # of any type: a template may raise it
-                return refuse(turn, f"{type(error).__name__}: {first_line(error)}")
+                return refuse(f"{type(error).__name__}: {first_line(error)}")
+            finally:
+                if not turn.tools:  # it has no answer: refused, or the client has left
+                    turns.remove(turn)
             answer = api.from_chat(answer)
             if asked.get("stream"):
                 text = "".join(api.stream(answer))
@@ -122,7 +123,10 @@ class Agents(Conversations):
         app.router.add_get(f"{path}/models", models)
         for api in APIS:
             app.router.add_post(f"{path}/{api.path}", functools.partial(respond, api))
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        # Once a client has left, its `respond` is cancelled.
+        runner = web.AppRunner(
+            app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1
+        )
         await runner.setup()
         try:
             await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -191,10 +195,11 @@ class Agents(Conversations):
         message = {"role": "assistant", "content": content}
         reason = "stop" if ended else "length"
         template = self.template_of(tools)
-        calls = template.calls(text) if asked.get("tool_choice") != "none" else []
-        if calls and all(isinstance(call, tuple) for call in calls):
+        said, calls = template.parse(text)
+        may_call = asked.get("tool_choice") != "none"
+        if may_call and calls and all(isinstance(call, tuple) for call in calls):
             reason = "tool_calls"
-            message["content"] = template.before_calls(text)
+            message["content"] = said
             message["tool_calls"] = [
                 {
                     "index": i,
@@ -228,6 +233,7 @@ class Agents(Conversations):
         In this order a turn follows the one that it continues, whenever parallel requests came.
         """
         conversation.turns = [turn.messages[-1] for turn in turns]
+        conversation.tool_calls = sum(len(x.get("tool_calls", ())) for x in conversation.turns)
         context: list[int] = []
         for turn in sorted(turns, key=lambda turn: (turn.prompt, turn.tokens)):
             if not context:

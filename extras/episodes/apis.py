@@ -19,6 +19,8 @@ class Api(NamedTuple):
     from_chat: Callable[[dict], dict]
     # The events of an answer of the API, in which each part comes whole.
     stream: Callable[[dict], Iterator[str]]
+    # Else they stay in the text: a client of Chat Completions may drop a field that it does not know,
+    # and its next request would not begin with the answer.
     thoughts_apart: bool = True
 
 
@@ -49,6 +51,8 @@ def messages_to_chat(body: dict) -> dict:
     request = renamed(body, {"stop_sequences": "stop"})
     if choice := body.get("tool_choice"):
         request["tool_choice"] = choice["type"]
+        if choice.get("disable_parallel_tool_use"):
+            request["parallel_tool_calls"] = False
     turns = body["messages"]
     if system := request.pop("system", None):
         turns = [{"role": "system", "content": system}, *turns]

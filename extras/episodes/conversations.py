@@ -24,7 +24,7 @@ from extras.episodes.tool_processes import (
     EnvironmentFailure,
     ToolError,
     ToolProcess,
-    ToolProcesses,
+    start_tools,
 )
 from plumbing.data.encoding import CUT, guarded
 from plumbing.data.rows import Row
@@ -147,7 +147,7 @@ class Conversations:
         self.tokenizer = tokenizer
         self.stop_ids = stop_ids
         self.flag = "--agent" if args.agent else "--environment" if args.environment else "--tools"
-        self.processes = ToolProcesses(
+        self.process_of, schemas = start_tools(
             args.tools,
             args.environment or args.agent,
             args.agent_timeout if args.agent else args.timeout,
@@ -155,7 +155,7 @@ class Conversations:
         )
         # Bounds the conversations of all rollouts that an engine makes at the same time.
         self.free = asyncio.Semaphore(args.generation_batch_size)
-        self.schemas = self.processes.schemas or None
+        self.schemas = schemas or None
         with as_user_error(f"{self.flag}: the chat template of --model"):
             self.template = self.template_with(self.schemas)
         self.stop_strings = (
@@ -201,13 +201,11 @@ class Conversations:
                 seed = None
                 if draws[place, 0] >= 0:  # whatever the order of parallel requests
                     seed = int(generator(draws[place, 0], repetition, query).integers(2**62))
-                return await engine.sample(
-                    place, query, seed, length, self.stop_ids, args, interrupted
-                )
+                return await engine.sample(place, query, seed, length, self.stop_ids, args)
 
             conversation = Conversation(rows[place])
             async with free:
-                process = ToolProcess(self.processes, seeds[place])
+                process = self.process_of(seeds[place])
                 try:
                     reason = await self._converse(conversation, process, sample_turn)
                 except EnvironmentFailure as error:
@@ -254,7 +252,8 @@ class Conversations:
 
         Args:
             process: of the tools and the environment.
-            sample: (query, length, args) -> the tokens of a turn, and what is stored of them.
+            sample: (query, length, args, repetition) -> the tokens of a turn, and what is stored of
+                them. `repetition`: how often an agent has sent this query before.
         """
         args = self.args
         row = conversation.row
@@ -271,7 +270,7 @@ class Conversations:
             conversation.turns.append({"role": "assistant", "content": content})
 
             # A turn with calls is for the tools, any other turn for the environment.
-            calls = self.template.calls(text)
+            _, calls = self.template.parse(text)
             messages = [await self._call(conversation, process, call) for call in calls]
             done = False
             if args.environment:

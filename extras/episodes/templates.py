@@ -57,7 +57,8 @@ class TurnTemplate:
         self.opened = ""  # what the generation prompt begins of a turn
         if schemas:
             self._find_form()
-        self.ends: dict[bool, tuple[int, int]] = {}  # by whether a turn has calls
+        # By whether a turn has calls: see `_end_of_turn`.
+        self.ends: dict[bool, tuple[int, int]] = {}
         if self.has_template:
             self._check_followers(followers)
 
@@ -104,35 +105,35 @@ class TurnTemplate:
         text = text[len(os.path.commonprefix([text, before])) :].replace(CUT, "")
         for form in filter(None, (self.tokenizer.response_template, *FORMS.values())):
             self.form = load_response_template(form)
-            if self.calls(text) == [(name, {"x": MARK})]:
+            if self.parse(text)[1] == [(name, {"x": MARK})]:
                 self.opened = prompt.removeprefix(before)
                 return
         raise ValueError(f"writes calls in another form than {', '.join(FORMS)}; {other}")
 
-    def calls(self, text: str) -> list[Call | str]:
-        """Return the calls in a turn, or the reason why they cannot be read. Thoughts hold no calls.
+    def parse(self, text: str) -> tuple[str, list[Call | str]]:
+        """Return what a turn says beside its calls, without special tokens; and the calls, or the
+        reason why they cannot be read. Thoughts hold no calls.
 
         The text is decoded with special tokens, which may be part of a call, but without the stop
         token at its end.
         """
         if self.form is None:
-            return []
+            return "", []
         is_xml = self.form.fields["tool_calls"].content == "xml-inline"
         try:
             message = self.tokenizer.parse_response(
                 text, self.form, prefix=self.opened, tools=self.schemas if is_xml else None
             )
             found = message.get("tool_calls", [])
-            return [read_call(value) for call in found for value in listed(call["function"])]
+            calls = [read_call(value) for call in found for value in listed(call["function"])]
         except Exception as error:  # of any type: the model may write anything
-            return [f"the call cannot be read ({first_line(error.__cause__ or error)})"]
-
-    def before_calls(self, text: str) -> str:
-        """Return what a turn with calls says before them, without special tokens."""
-        text = text[: self.form.fields["tool_calls"].open_re.search(text).start()]
+            return "", [f"the call cannot be read ({first_line(error.__cause__ or error)})"]
+        said = message.get("content", "").strip()
+        if thought := message.get("thinking"):
+            said = f"<think>\n{thought}\n</think>\n\n{said}"
         for token in self.tokenizer.all_special_tokens:
-            text = text.replace(token, "")
-        return text
+            said = said.replace(token, "")
+        return said, calls
 
     def _end_of_turn(self, messages: list[dict], text: str) -> tuple[int, int]:
         """Return how many tokens of a text behind the mark of a turn are the turn's own: up to the
@@ -207,7 +208,8 @@ class TurnTemplate:
             raise EnvironmentFailure(
                 f"the chat template of --model refuses messages: {first_line(error)}"
             ) from error
-        return ids[self.ends[self._follow_calls(messages)][last_token in self.stop_ids] :]
+        of_turn, with_stop = self.ends[self._follow_calls(messages)]
+        return ids[with_stop if last_token in self.stop_ids else of_turn :]
 
     def encode(self, text: str, special: bool = False, before: str = "") -> list[int]:
         """Return the token ids of a text that stands behind another one; half of a surrogate pair,

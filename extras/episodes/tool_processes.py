@@ -5,9 +5,10 @@ A call that lasts longer than --timeout is interrupted; a process that gives no 
 killed.
 """
 
+import functools
 import os
 import resource
-from typing import Any
+from typing import Any, Callable
 
 from extras.episodes.tools import Tools
 from plumbing.processes import (
@@ -30,56 +31,16 @@ class EnvironmentFailure(Exception):
     """An environment raised an exception, hung, died, or returned a value of the wrong type."""
 
 
-class ToolProcesses:
-    """The tools and the environment of a run, or in its place the agent.
-
-    `schemas` describes all tools to the chat template.
-    """
-
-    def __init__(
-        self,
-        tools: tuple[str, ...],
-        environment: str,
-        timeout: float,
-        flag: str = "--environment",
-    ):
-        """Load and describe tools and environment in a process; raise a UserError if that fails.
-
-        `flag` is that of the environment.
-        """
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # a process has a descriptor
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 1 << 16)), hard))
-        self.tools = list(map(os.path.abspath, tools))
-        self.environment = environment and os.path.abspath(environment)
-        self.server = ForkServer(list(filter(None, [*self.tools, self.environment])))
-        self.timeout = timeout
-        process = ToolProcess(self, seed=0)
-        process.timeout = SECONDS_TO_LOAD
-
-        async def describe() -> list[dict]:
-            try:
-                return await process.ask("describe")
-            finally:
-                process.kill()
-
-        try:
-            self.schemas = run_until_done(describe())
-        except (ToolError, EnvironmentFailure) as error:
-            names = " ".join(filter(None, [*tools, environment]))
-            raise UserError(
-                f"{'--tools' if tools else flag} {names}: {error}", local=True
-            ) from error
-
-
 class ToolProcess:
     """The process of one conversation, see `Process`."""
 
-    def __init__(self, processes: ToolProcesses, seed: int):
+    def __init__(
+        self, server: ForkServer, tools: list[str], environment: str, timeout: float, seed: int
+    ):
         """`seed`: of the random numbers of tools and environment."""
-        tools, environment = processes.tools, processes.environment
-        self.process = Process(processes.server, Tools, tools, environment, seed)
+        self.process = Process(server, Tools, tools, environment, seed)
         self.kill = self.process.kill
-        self.timeout = processes.timeout
+        self.timeout = timeout
         self.gone = EnvironmentFailure if environment else ToolError
 
     async def ask(self, method: str, *arguments: Any) -> Any:
@@ -100,3 +61,33 @@ class ToolProcess:
             if method == "call":  # the model does not need the place
                 raise ToolError(error.without_place) from None
             raise EnvironmentFailure(f"{method}: {' '.join(str(error)[:500].split())}") from None
+
+
+def start_tools(
+    tools: tuple[str, ...], environment: str, timeout: float, flag: str = "--environment"
+) -> tuple[Callable[[int], ToolProcess], list[dict]]:
+    """Load and describe the tools and the environment of a run, or in its place the agent; raise a
+    UserError if that fails. Return what makes a ToolProcess of a seed, and the schemas of all tools.
+
+    `flag` is that of the environment.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # a process has a descriptor
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 1 << 16)), hard))
+    paths = list(map(os.path.abspath, tools))
+    of_environment = environment and os.path.abspath(environment)
+    server = ForkServer(list(filter(None, [*paths, of_environment])))
+    process_of = functools.partial(ToolProcess, server, paths, of_environment, timeout)
+    process = process_of(0)
+    process.timeout = SECONDS_TO_LOAD
+
+    async def describe() -> list[dict]:
+        try:
+            return await process.ask("describe")
+        finally:
+            process.kill()
+
+    try:
+        return process_of, run_until_done(describe())
+    except (ToolError, EnvironmentFailure) as error:
+        names = " ".join(filter(None, [*tools, environment]))
+        raise UserError(f"{'--tools' if tools else flag} {names}: {error}", local=True) from error

@@ -13,7 +13,7 @@ from extras.vllm.sampling import (
     WORKER_EXTENSION,
     Adapter,
     Response,
-    VllmSampling,
+    RolloutEngine,
     check_sent,
     response_of,
 )
@@ -48,7 +48,7 @@ def lora_settings(args: Any, model: PreTrainedModel) -> dict[str, Any]:
     return {"enable_lora": True, "max_lora_rank": rank, "lora_target_modules": sorted(layers)}
 
 
-class Engine(VllmSampling):
+class Engine(RolloutEngine):
     """vLLM in this process: an engine for each rank, or for --vllm_tensor_parallel neighbouring
     ranks, which then have to make the same calls.
 

@@ -167,7 +167,7 @@ def check_sent(of_workers: list[list[str]]) -> None:
         )
 
 
-class VllmSampling(EventLoop):
+class RolloutEngine(EventLoop):
     """A rollout engine, which samples from a copy of the trained policy.
 
     Requests are coroutines. Those of all threads run in its event loop. A response depends on its
@@ -207,10 +207,7 @@ class VllmSampling(EventLoop):
         """Run coroutines that sample, side by side in the engine's thread. An interruption or a
         failure cancels them.
         """
-        self.run(run_all(calls, lambda: self._has_ended(interrupted)))
-
-    def _has_ended(self, interrupted: Callable) -> bool:
-        return bool(self.failure) or interrupted() and not self.is_shared
+        self.run(run_all(calls, lambda: bool(self.failure) or interrupted() and not self.is_shared))
 
     @contextlib.contextmanager
     def _errors_as_failure(self):
@@ -241,7 +238,7 @@ class VllmSampling(EventLoop):
 
         async def respond(place: int, query: list[int], seed: int | None) -> None:
             length = args.max_response_length
-            response = await self.sample(place, query, seed, length, stop_ids, args, interrupted)
+            response = await self.sample(place, query, seed, length, stop_ids, args)
             if response is not None:
                 end(place, *response)
 
@@ -256,10 +253,8 @@ class VllmSampling(EventLoop):
         length: int,
         stop_ids: list[int],
         args: Any,
-        interrupted: Callable,
     ) -> Response | None:
-        """Sample a response, or one turn of a conversation; return None after an interruption or a
-        failure.
+        """Sample a response, or one turn of a conversation; return None after a failure.
 
         It ends with a stop token, with the token that completes one of args.turn_stop, or after
         `length` tokens.
@@ -268,10 +263,7 @@ class VllmSampling(EventLoop):
             place: the same for all turns of a conversation, so that the server that has the earlier
                 turns in its cache gets the next one.
         """
-        if self._has_ended(interrupted):
-            return None
-        settings = sampling_settings(seed, length, stop_ids, args)
-        return await self._complete(place, query, settings)
+        return await self._complete(place, query, sampling_settings(seed, length, stop_ids, args))
 
     def sync(self, model: PreTrainedModel, step: int) -> None:
         """Give the engine the weights that a model has after a step; all ranks call it. Requests

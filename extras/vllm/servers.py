@@ -7,75 +7,33 @@ the variable VLLM_API_KEY goes with every request.
 import asyncio
 import base64
 import itertools
-import json
 import os
 import socket
 import time
 from typing import Any, Iterator, Sequence
 
-import aiohttp
 import torch
 from transformers import PreTrainedModel
 from yarl import URL
 
+from extras.http import SERVER_PATIENCE, SERVER_START, ask_server
 from extras.vllm.sampling import (
     ADAPTER,
     Adapter,
     Response,
-    VllmSampling,
+    RolloutEngine,
     check_sent,
     response_of,
 )
 from utils import UserError, World, first_line
 
-SERVER_START = 600.0  # seconds in which a server has to answer when a run starts
-SERVER_PATIENCE = 120.0  # seconds for which a server may be away later
 # Seconds in which a server has to answer any of its requests; less than the default of
 # --collective_timeout, after which other ranks give up.
 SERVER_ANSWER = 1500.0
 SERVER_REQUESTS = 256  # requests under way, for each rank and server
-TRANSFER = 600.0  # seconds in which a part of the weight transfer has to be done
 
 
-async def ask_server(
-    url: str,
-    path: str,
-    body: dict | None = None,
-    timeout: float | None = TRANSFER,
-    patience: float = 0.0,
-) -> dict:
-    """Return the server's answer to a POST of `body`, or to a GET without a body.
-
-    The request is sent again, for `patience` seconds, if there is no connection, after `timeout`
-    seconds of silence, and at the statuses 429 and 5xx; then this raises RuntimeError.
-    (urllib3's Retry counts attempts, not seconds, and cannot be cancelled.)
-    """
-    headers = {"Authorization": f"Bearer {os.environ.get('VLLM_API_KEY', '')}"}
-    limits = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=timeout)
-    method = "GET" if body is None else "POST"
-    begin = time.monotonic()
-    while True:
-        status = 0
-        try:
-            async with aiohttp.request(
-                method, url + path, json=body, timeout=limits, headers=headers
-            ) as answer:
-                status = answer.status
-                text = await answer.text()
-            if answer.ok:  # some answers have no body, or a sentence
-                return json.loads(text) if answer.content_type == "application/json" else {}
-            why = f"HTTP status {status}: {text[:300]}"
-        except (aiohttp.ClientError, ValueError) as error:
-            why = first_line(error) or type(error).__name__
-        tried = time.monotonic() - begin
-        if 400 <= status < 500 and status != 429 or tried >= patience:
-            raise RuntimeError(
-                f"{url}: {path} failed{f' for {tried:.0f} s' if patience else ''} ({why})"
-            )
-        await asyncio.sleep(min(2.0, patience))
-
-
-class Servers(VllmSampling):
+class Servers(RolloutEngine):
     """vLLM servers as one rollout engine: each server samples a share of every rank's queries."""
 
     def __init__(self, args: Any, world: World, compute_dtype: torch.dtype | None):
@@ -104,7 +62,7 @@ class Servers(VllmSampling):
         self.about += ", and the adapter" if self.sends_adapter else ""
 
     def _ask_all(
-        self, path: str, body: dict | list[dict] | None = None, **limits: float
+        self, path: str, body: dict | list[dict] | None = None, **limits: Any
     ) -> list[dict]:
         """Send a request to all servers at the same time, and return their answers.
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from extras.vllm.servers import SERVER_PATIENCE, SERVER_START, ask_server
+from extras.http import SERVER_PATIENCE, SERVER_START, ask_server
 from plumbing.data.cache import column
 from plumbing.models.config import load_config
 from plumbing.processes import run_all, run_until_done
@@ -43,8 +43,8 @@ class ServedTeacher:
     """A frozen model that a server knows, and of which it tells the log-probabilities of the sampled
     tokens and of the most likely ones.
 
-    A request is sent again as those of a rollout are (`ask_server`), for SERVER_PATIENCE seconds, also
-    after --timeout seconds of silence. Then its response does not train.
+    A request, which --timeout limits, is sent again as those of a rollout are (`ask_server`). If that
+    does not help, its response does not train.
 
     Attributes:
         failure: why the last response that was not answered has no log-probabilities.

@@ -1,6 +1,6 @@
 """Which rollout engine samples (--rollout_backend).
 
-`extras.vllm.sampling.VllmSampling` is the interface of an engine. vLLM's modules are imported if the flag
+`extras.vllm.sampling.RolloutEngine` is the interface of an engine. vLLM's modules are imported if the flag
 asks for them.
 """
 
@@ -15,7 +15,7 @@ from plumbing.models.loading import Precision
 from utils import UserError, World
 
 if TYPE_CHECKING:  # imported where a flag asks for them, or by the script
-    from extras.vllm.sampling import VllmSampling
+    from extras.vllm.sampling import RolloutEngine
 
 
 def rollout_engine(
@@ -32,7 +32,7 @@ def rollout_engine(
         outputs: names of what the script's `generate` stores of a token, log-probabilities first.
     """
     backend = backend_of("rollout_backend", args)
-    engine: "VllmSampling | None" = None
+    engine: "RolloutEngine | None" = None
     if backend == "hf":
         for flag in ("agent",) if args.rollouts_from else ("async_steps", "agent"):
             if value := getattr(args, flag):

@@ -24,7 +24,7 @@ from plumbing.rollout.batch import Batch, Sample
 
 if TYPE_CHECKING:  # imported where a flag asks for them
     from extras.episodes.conversations import Conversations
-    from extras.vllm.sampling import VllmSampling
+    from extras.vllm.sampling import RolloutEngine
 
 # Further rollouts of a step with --filter_groups refill; then it trains on the groups that it has.
 MAX_REFILLS = 9
@@ -36,7 +36,7 @@ class Sampler:
 
     generate: Callable  # the script's decode loop
     model: torch.nn.Module  # the causal language model that trains
-    engine: "VllmSampling | None"  # samples in place of the model
+    engine: "RolloutEngine | None"  # samples in place of the model
     tokenizer: PreTrainedTokenizerBase
     stop_ids: list[int]  # token ids that end a response
     reward_sources: RewardSources

@@ -74,7 +74,7 @@ class Run:
             models: what a checkpoint holds, by the name of its folder; "" is the model that the run
                 trains.
             optimizers: those of the models of the same names.
-            engine: a VllmSampling, whose failure ends the run; None where the model samples.
+            engine: a RolloutEngine, whose failure ends the run; None where the model samples.
             evaluate: returns metrics and sample rows; None where there is nothing to evaluate on.
         """
         self.evaluate = evaluate

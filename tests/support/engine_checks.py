@@ -71,12 +71,20 @@ def sample(
 
 
 def converse(
-    engine, queries, seeds, stop_ids, args, waits=(), interrupted=lambda: False, turns=4, length=8
+    engine,
+    queries,
+    seeds,
+    stop_ids,
+    args,
+    waits=(),
+    interrupted=lambda made: False,
+    turns=4,
+    length=8,
 ):
     """Conversations side by side: [(query, turn, log-probs) or None] of each, made of its query and
     its seed alone.
 
-    `waits` are the seconds before each turn of a conversation.
+    `waits` are the seconds before each turn of a conversation. `interrupted` gets what is returned.
     """
 
     made = [[] for _ in queries]
@@ -84,9 +92,7 @@ def converse(
     async def conversation(place: int, query: list[int], seed: int, wait: float) -> None:
         for number in range(turns):
             await asyncio.sleep(wait)
-            turn = await engine.sample(
-                place, query, 1000 * seed + number, length, stop_ids, args, interrupted
-            )
+            turn = await engine.sample(place, query, 1000 * seed + number, length, stop_ids, args)
             if turn is None:
                 made[place].append(None)
                 continue
@@ -95,7 +101,7 @@ def converse(
             query = [*query, *tokens.tolist(), *OBSERVATION]
 
     calls = map(conversation, range(len(queries)), queries, seeds, waits or [0.0] * len(queries))
-    engine.run_all(calls, interrupted)
+    engine.run_all(calls, lambda: interrupted(made))
     return made
 
 
