@@ -222,19 +222,22 @@ def test_the_end_names_what_is_out_of_its_usual_range(tmp_path, monkeypatch, cap
     assert ranges == log.USUAL and "## Usual ranges" in page
 
 
-def test_the_end_of_a_run_shows_each_data_set_and_three_answers(tmp_path, capsys):
+@pytest.mark.parametrize("later, shown", [(0, (0, 3, 6)), (2, (2, 4, 6)), (7, ())])
+def test_the_end_of_a_run_shows_each_data_set_and_three_answers(tmp_path, capsys, later, shown):
+    """Of the prompts that the first and the last evaluation share."""
     log = log_of(tmp_path, steps=2, step=0)
     for step, accuracy in ((0, 0.25), (2, 0.75)):
-        rows = [{"prompt": f"p {i}\n", "response": f"r {i} at {step}"} for i in range(7)]
+        places = range(7) if step == 0 else range(later, 7 + later)
+        rows = [{"prompt": f"p {i}\n", "response": f"r {i} at {step}"} for i in places]
         log.samples(step, rows, "held_out.jsonl")
         log.log({"step": step, "time/step": 1.0, "eval/accuracy/a:b": accuracy})
     log.close("the end")
     out = capsys.readouterr().out
     assert "held-out accuracy of a:b: 0.250 at step 0, 0.750 at step 2" in out
-    shown = [line for line in out.splitlines() if line.startswith(("prompt:", "    "))]
-    assert shown == [
+    printed = [line for line in out.splitlines() if line.startswith(("prompt:", "    "))]
+    assert printed == [
         line
-        for i in (0, 3, 6)
+        for i in shown
         for line in (f"prompt: p {i} ", f"    before: r {i} at 0", f"    after: r {i} at 2")
     ]
 

@@ -300,7 +300,9 @@ class RunLog:
         self.track(lambda library: library.finish())
 
     def _print_answers(self) -> None:
-        """Print three held-out prompts with their responses in the first and the last evaluation."""
+        """Print three held-out prompts with their responses in the first and the last evaluation. A
+        resume may have changed the prompts.
+        """
         evaluations: dict[int, dict] = {}  # step: {prompt: response}
         for row in read_log(self.folder, "held_out.jsonl"):
             if "response" in row:
@@ -308,8 +310,8 @@ class RunLog:
         if len(evaluations) < 2:
             return
         first, *_, last = evaluations.values()
-        prompts = [*first]
-        for prompt in prompts[:: math.ceil(len(prompts) / 3)]:
+        prompts = [prompt for prompt in first if prompt in last]
+        for prompt in prompts[:: math.ceil(len(prompts) / 3) or 1]:
             print(f"prompt: {shortened(one_line(prompt))}")
             for name, responses in (("before", first), ("after", last)):
                 print(f"    {name}: {shortened(one_line(responses[prompt]))}")
