@@ -159,10 +159,16 @@ def test_a_name_that_cannot_be_taken_any_more(tmp_path, capsys, name):
         assert read_lines(tmp_path / name / "metrics.jsonl") == [{"step": 1}]
 
 
-def test_a_folder_is_saved_whatever_a_kill_left(tmp_path, world):
-    """Between its two renames, or before what it replaced was removed; a write that fails leaves
-    the old one.
+def test_a_folder_is_saved_whatever_a_kill_left(tmp_path, world, monkeypatch):
+    """Between its two renames, or before what it replaced was removed, which begins once the new
+    one is there; a write that fails leaves the old one.
     """
+
+    def remove(path, ignore_errors, remove=shutil.rmtree) -> None:
+        assert (tmp_path / "final").exists()
+        remove(path, ignore_errors)
+
+    monkeypatch.setattr(shutil, "rmtree", remove)
     write = lambda path: Path(path, "a").write_text("1")
     for left in ("final", ".final.old", ".final.tmp"):
         (tmp_path / left).mkdir()
