@@ -21,7 +21,7 @@ class Verifier(NamedTuple):
     # Of the row, whose value `check` gets as second argument; "" if it reads the response only.
     column: str
     package: str = "re"  # that it imports
-    # Seconds of a call, after which the response is wrong if the reference is not to blame.
+    # Seconds of CPU time, after which the response is wrong if the reference is not to blame.
     limit: float = float("inf")
     read: Callable = str  # that column; raises an exception where nothing can be compared with it
     calls_a_job: int = 1  # more where asking a process takes longer than the check
