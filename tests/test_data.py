@@ -488,24 +488,29 @@ def test_the_version_of_the_cache_is_that_of_golden_rows(tmp_path):
 
 
 def test_what_the_cache_goes_by(tmp_path, monkeypatch):
-    """The template, the flags and the version; the day where the template writes it."""
+    """The template, the flags and the version; the day where the template writes it. A resume asks
+    for the rows alone.
+    """
     file = helpers.write_rows(tmp_path / "rows.jsonl", helpers.ROWS)
     tokenizer = copy.deepcopy(CHAT)
+    fingerprints = set()
 
-    def fingerprint(**flags) -> str:
-        return parts_of(file, tokenizer, **flags)[0][0]._fingerprint
+    def name(**flags) -> str:
+        rows = parts_of(file, tokenizer, **flags)[0][0]
+        fingerprints.add(rows._fingerprint)
+        return rows.cache_files[0]["filename"]
 
-    seen = [fingerprint(), fingerprint(system_prompt="Add.")]
+    seen = [name(), name(system_prompt="Add.")]
     monkeypatch.setattr(cache, "date", types.SimpleNamespace(today=lambda: "tomorrow"))
-    assert fingerprint() == seen[0]
+    assert name() == seen[0]
     template = tokenizer.chat_template
     tokenizer.chat_template = template + "{{ strftime_now('%d') }}"
-    seen.append(fingerprint())
+    seen.append(name())
     monkeypatch.setattr(cache, "date", datetime.date)
-    seen.append(fingerprint())
+    seen.append(name())
     tokenizer.chat_template = template
     monkeypatch.setattr(cache, "VERSION", 0)
-    assert len({*seen, fingerprint()}) == 5
+    assert len({*seen, name()}) == 5 and len(fingerprints) == 1
 
 
 def test_what_stops_encoding_is_one_line(tokenizer, tmp_path, capfd, monkeypatch):

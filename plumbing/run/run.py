@@ -139,8 +139,8 @@ class Run:
         if before not in (None, self.state["rows"]):
             self.state.pop("pass_rates", None)  # by the places of the rows
             utils.warn(
-                "--resume: the rows to train on, or what encodes them, have changed: they may come in "
-                "another order, and no prompt has a pass rate"
+                "--resume: the rows to train on have changed: they may come in another order, and no "
+                "prompt has a pass rate"
             )
 
     def steps(self) -> Iterator[int]:
