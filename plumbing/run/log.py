@@ -49,8 +49,8 @@ CURVES = {
     "val/sequence_lengths": "response length (tokens)",
     "loss/grad_norm": "gradient norm",
 }
-# Lowest and highest usual mean of a metric over the last ten steps; docs/metrics.md says what else
-# it means. "stopped": share of the sampled responses, as in the line of a step.
+# Lowest and highest usual mean of a metric over ten steps; docs/metrics.md says what another one may
+# mean. "stopped": share of the sampled responses, as in the line of a step.
 USUAL = {
     "stopped": (0.5, 1.0),
     "val/zero_std_fraction": (0.0, 0.8),
@@ -185,10 +185,8 @@ class RunLog:
         if self.progress.disable:
             line = ", ".join(map("=".join, values.items()))
             print(f"step {step} of {self.progress.total}: {line}", flush=True)
-        if step == 1 and "val/sampled_prompts" in row:
-            self._warn_if_nothing_stops(row)
-        if step:
-            self._warn_of_troubles()
+        if len(self.latest) == self.latest.maxlen:
+            self._warn_of_unusual()
 
     def _minutes_left(self, row: dict) -> int:
         """Return how many minutes the steps that are left take; after the first step, print how to
@@ -203,35 +201,19 @@ class RunLog:
             say(f"on this machine the run takes about {minutes} minutes{shorter}")
         return minutes
 
-    def _warn_if_nothing_stops(self, row: dict) -> None:
-        """Warn if --non_stop_penalty has replaced all scores of the first step."""
-        penalty = self.args.penalty_reward_value or 0.0
-        if row["val/num_stop_token_ids"] or not self.args.non_stop_penalty:
-            return
-        if row["objective/scores"] == penalty:  # otherwise rewards below 0 are left
-            warn(
-                f"step 1: no response stops, so all scores are {penalty:g} by --non_stop_penalty, whatever the "
-                "rewards: try a higher --max_response_length, or prompts that ask for shorter answers"
-            )
-
-    def _warn_of_troubles(self) -> None:
-        """Warn, once per run, of a trouble that ten steps in a row have."""
-        if len(self.latest) != self.latest.maxlen:
-            return
-        # (steps,), NaN for None
-        column = lambda name: np.array([row.get(name) for row in self.latest], dtype=float)
-        equal_scores = column("val/zero_std_fraction") == 1
-        no_stops = column("val/num_stop_token_ids") == 0
-        cut_off_is_best = column("reward/cut_off") > column("reward/stopped")
-        troubles = {
-            "all responses to a prompt score alike: try another --temperature": equal_scores,
-            "no response stops: try a higher --max_response_length": no_stops,
-            "cut-off responses score best: try a lower --penalty_reward_value": cut_off_is_best,
-        }
-        for trouble, found in troubles.items():
-            if found.all() and trouble not in self.warned:
-                self.warned.add(trouble)
-                warn(f"steps {self.latest[0]['step']} to {self.latest[-1]['step']}: {trouble}")
+    def _warn_of_unusual(self) -> None:
+        """Warn, once per run, of each metric whose mean over the last steps is not in its range of
+        USUAL.
+        """
+        for name, (low, high) in USUAL.items():
+            values = [row[name] for row in self.latest if row.get(name) is not None]
+            if values and name not in self.warned and not low <= fmean(values) <= high:
+                self.warned.add(name)
+                warn(
+                    f"steps {self.latest[0]['step']} to {self.latest[-1]['step']}: {name} is "
+                    f"{fmean(values):.3g} (usual: {low:g} to {high:g}); docs/metrics.md#usual-ranges "
+                    "says what it may mean"
+                )
 
     def samples(self, step: int, rows: Iterable[dict], name: str = "samples.jsonl") -> None:
         """Append rows to samples.jsonl, to held_out.jsonl for samples of an evaluation, or to
@@ -291,10 +273,7 @@ class RunLog:
                 first_and_last = dict.fromkeys((values[0], values[-1]))  # one if they are the same
                 print(f"{title}: {', '.join(first_and_last)}")
         self._print_answers()
-        if remarks := unusual(self.latest):
-            print(
-                f"look at {', '.join(remarks)}: docs/metrics.md#usual-ranges says what it may mean"
-            )
+        self._warn_of_unusual()
         if os.path.exists(path := f"{self.folder}/curves.png"):
             print(f"curves: {path}", flush=True)
         self.track(lambda library: library.finish())
@@ -315,16 +294,6 @@ class RunLog:
             print(f"prompt: {shortened(one_line(prompt))}")
             for name, responses in (("before", first), ("after", last)):
                 print(f"    {name}: {shortened(one_line(responses[prompt]))}")
-
-
-def unusual(rows: Iterable[dict]) -> list[str]:
-    """Return the metrics whose mean over some steps is not in its range of USUAL, each as text."""
-    remarks = []
-    for name, (low, high) in USUAL.items():
-        values = [row[name] for row in rows if row.get(name) is not None]
-        if values and not low <= fmean(values) <= high:
-            remarks.append(f"{name} {fmean(values):.3g} (usual: {low:g} to {high:g})")
-    return remarks
 
 
 def shortened(x: Any) -> str:
