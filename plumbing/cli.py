@@ -53,7 +53,7 @@ class RunArgs(OutputArgs):
     or fails, so that its end leaves final/ and no state of Adam."""
     keep_checkpoints: NonNegativeInt = 2
     """Number of checkpoints to keep, the newest ones; 0 for all."""
-    keep_best: str = ""
+    keep_best: Annotated[str, Field(pattern="^(eval/.+)?$")] = ""
     """Metric of the evaluation, such as eval/accuracy: keep the trained model with the highest
     value, without Adam's state, in checkpoints/best/."""
     stop_at: FiniteFloat | None = None

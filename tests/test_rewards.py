@@ -30,6 +30,7 @@ from plumbing.rewards import verifiers
 from plumbing.rewards.sources import (
     RewardSources,
     Scoring,
+    columns_of,
     final_turn,
     finite_or_nan,
     why_unscorable,
@@ -408,6 +409,13 @@ def test_an_answer_is_needed_where_a_source_reads_it(capsys):
         assert said.startswith("error: row 1: has no answer, which --reward exact needs")
     assert why_unscorable("", row(None, ["format"]), args) == ""
     assert why_unscorable("", row("1"), args) == ""
+
+
+def test_functions_get_the_row_s_own_answer_where_there_is_no_reference():
+    """As of a column that is empty in the first rows."""
+    own = [{"answer": "1"}, {"answer": "3"}, {}]
+    rows = [row(answer) | {"columns": x} for answer, x in zip((None, "2", None), own)]
+    assert columns_of(rows) == {"answer": ["1", "2", None]}
 
 
 def batch_of(rows: list[dict], **components) -> Batch:

@@ -63,9 +63,10 @@ def load_train_and_eval(
     elif args.eval_every and (args.eval_dataset or not os.path.isfile(dataset)):
         parts = load_prompts("--eval_dataset", args.eval_dataset or dataset, "test", *given)
     elif args.eval_every:
-        say(
-            f"{where}: a file has no test split, so nothing is evaluated; --eval_share 0.1 holds out a tenth"
-        )
+        message = f"{where}: a file has no test split, so nothing is evaluated; --eval_share 0.1 holds out a tenth"
+        if args.keep_best:
+            raise UserError(f"--keep_best {args.keep_best}: {message}")
+        say(message)
     held_out = first_prompts(parts, args.eval_prompts) if parts else train.take(0)
     train = without(where, train, held_out)
     check_responses_fit(args, held_out)

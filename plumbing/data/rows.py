@@ -280,6 +280,8 @@ def read_parts(flag: str, name: str, split: str) -> list[tuple]:
     entries = first_rows(where, rows) if path.endswith(".json") else []
     if not any("filepath" in row for row in entries):
         return [(path, rows, 1.0)]
+    if len(rows) > len(entries):
+        raise UserError(f"{where}: lists {len(rows)} data sets, of which {len(entries)} are read")
     parts = []
     for entry in validate(where, entries, ENTRIES, "entry"):
         in_folder = os.path.join(os.path.dirname(path), entry.filepath)

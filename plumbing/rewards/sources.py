@@ -47,8 +47,9 @@ def finite_or_nan(score) -> float:
 
 
 def values_of(row: Row) -> dict:
-    """Return the columns that a prompt had in its file, and "answer"."""
-    return {**row.get("columns", {}), "answer": row["answer"]}
+    """Return the columns that a prompt had in its file, and "answer", the reference if it has one."""
+    columns = row.get("columns", {})
+    return {**columns, "answer": columns.get("answer") if row["answer"] is None else row["answer"]}
 
 
 def columns_of(rows: list[Row]) -> dict[str, list]:

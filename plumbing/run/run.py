@@ -88,6 +88,7 @@ class Run:
         # weight has changed since the step, and optimizers: their counters.
         self.state: dict[str, Any] = {
             "step": 0,
+            "episode": 0,
             "seconds": 0.0,
             "metrics": {},
             "results": {},
@@ -204,8 +205,9 @@ class Run:
         )
         if due and best:
             if best not in results:
-                found = ", ".join(results) or "no rows"
-                self.fail(f"--keep_best {best}: is none of the evaluation's metrics, {found}")
+                self.fail(
+                    f"--keep_best {best}: is none of the evaluation's metrics, {', '.join(results)}"
+                )
             value = results[best]
             highest = self.state.get(best, -math.inf)
             if step and value is not None and value > highest:
@@ -217,8 +219,7 @@ class Run:
         if metrics:
             counts = {"step": step}
             if self.prompts_per_step:
-                responses = self.prompts_per_step * getattr(self.args, "group_size", 1)
-                counts["episode"] = step * responses
+                counts["episode"] = self.state["episode"]
             self.log.log(counts | metrics)
         self.log.samples(step, self.state["held_out"], "held_out.jsonl")
         if self.state["results"] and step < self.total_steps:  # `RunLog.close` draws at the end
@@ -267,6 +268,8 @@ class Run:
         metrics = metrics | self.clock.metrics(tokens)
         flops = 6 * self.models[""].num_parameters() * trained_tokens / self.world.size
         metrics["perf/mfu"] = flops / metrics["time/training"] / self.product_flops
+        responses = (self.prompts_per_step or 0) * getattr(self.args, "group_size", 1)
+        self.state["episode"] += responses  # a resume may have other flags
         self.state.update(
             step=self.state["step"] + 1, metrics=metrics, results={}, evaluated=False, **state
         )
