@@ -42,9 +42,11 @@ def batch_of(scores: list[float], stopped: list[bool] | None = None, names: str 
 
 def evaluated(greedy: list[float], sampled: list[float], names: str = "") -> dict:
     """Metrics of an evaluation of as many prompts as there are greedy scores."""
-    rollout = lambda rows, samples, key, **_: (
-        batch_of(sampled, None, names) if samples else batch_of(greedy)
-    )
+    samples = batch_of(sampled, None, names).samples
+    for sample in batch_of(greedy).samples:
+        sample.greedy = True
+        samples.append(sample)
+    rollout = lambda *_, greedy: Batch.from_samples(samples, CPU)
     args = grpo.Args(eval_samples=len(sampled) // len(greedy))
     sampler = SimpleNamespace(reward_sources=REWARDS, args=args, rollout=rollout)
     REWARDS.waited = 1.0
