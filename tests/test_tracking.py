@@ -251,16 +251,6 @@ def test_the_end_of_a_run_shows_each_data_set_and_three_answers(tmp_path, capsys
     ]
 
 
-@pytest.mark.parametrize("seconds, said", [(100.0, "--total_episodes 144 ends in 30"), (10.0, "")])
-def test_a_slow_machine_is_told_after_the_first_step(seconds, said, tmp_path, capsys):
-    """Of 61 steps of 8 episodes, 18 are half an hour."""
-    log = log_of(tmp_path, steps=61, step=0, eval_every=2)
-    log.log({"step": 1, "episode": 8, "time/step": seconds})
-    out = capsys.readouterr().out
-    assert ("on this machine the run takes about 100 minutes" in out) == bool(said)
-    assert said in out
-
-
 def test_no_control_code_reaches_the_terminal(tmp_path, capsys):
     """Neither of a sample nor of what a file or a server says."""
     text = "\x1b]52;c;cm0=\x07\x9b2J"

@@ -100,7 +100,7 @@ def encode_rows(
         dist.barrier(others)
     rows = rows.with_transform(as_row)
     rows._fingerprint = Hasher.hash([raw._fingerprint, len(rows)])
-    kept = column(rows, "has_problem") == 0
+    kept = numbers_of(rows, "has_problem") == 0
     if kept.all():
         return rows
     first = rows[int(kept.argmin())]
@@ -149,7 +149,7 @@ def as_row(batch: dict) -> dict:
     return {name: [value] for name, value in json.loads(batch["row"][0]).items()}
 
 
-def column(rows: Any, *names: str) -> np.ndarray:
+def numbers_of(rows: Any, *names: str) -> np.ndarray:
     """Return one of NUMBERS of some rows, or the sum of several (n,)."""
     table = rows.select_columns(list(names)).with_format("numpy")[:]
     return sum(table[name] for name in names)
@@ -160,7 +160,9 @@ def check_rows_fit(model: str, rows: Any, names: Sequence[str], flag: str, room:
     more tokens; see `check_fits`.
     """
     if len(rows):
-        check_fits(model, column(rows, "highest").max(), column(rows, *names).max() + room, flag)
+        check_fits(
+            model, numbers_of(rows, "highest").max(), numbers_of(rows, *names).max() + room, flag
+        )
 
 
 def leave_out(where: str, rows: Any, kept: np.ndarray, why: str):

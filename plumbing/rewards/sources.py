@@ -383,7 +383,7 @@ class VerifierSource(Source):
         super().__init__(name, timeout, processes)
         self.verifier = verifiers.verifier(name)
         self.check = self.verifier.check
-        self.most = self.verifier.calls_a_job
+        self.most = self.verifier.most
         if name == "code":
             # Less than the call may last: a program that is stuck scores 0, a call that is stuck
             # has no score.

@@ -23,6 +23,7 @@ from torch.distributed.elastic.multiprocessing import errors
 from tqdm import tqdm
 
 from plumbing.data import rows
+from plumbing.run.log import shortened
 from plumbing.run.ranks import status
 from utils import (
     EXIT_INTERRUPTED,
@@ -146,9 +147,7 @@ def report_errors() -> Iterator[None]:
             handler.record_exception(error)
             raise
         if known.local or os.environ.get("LOCAL_RANK", "0") == "0":
-            message = one_line(str(known))
-            if len(message) > 1000:
-                message = f"{message[:500]} ... {message[-400:]}"
+            message = shortened(one_line(str(known)), 900)
             tqdm.write(f"error: {message}{saved}", sys.stderr)
         sys.exit(2)
     finally:

@@ -19,7 +19,7 @@ from typing import Any, Callable, Iterable, Iterator
 import numpy as np
 from tqdm import tqdm
 
-from plumbing.run.ranks import begin_phase
+from plumbing.run.ranks import begin_phase, status
 from utils import UserError, World, as_user_error, first_line, one_line, say, warn
 
 # Metrics that the progress bar, or the line of a step, shows if a run has them.
@@ -62,7 +62,6 @@ USUAL = {
     "rollout/left_out": (0.0, 0.5),
     "stop_reason/error": (0.0, 0.05),
 }
-PATIENCE = 30  # minutes: if a run on a CPU takes longer, a line says how to make it as short
 # The name of a metric or score whose source is a file's function or a server. Its groups are the
 # parts that logs keep.
 SOURCE = r"^((?:eval/)?reward(?:_\w+)?/|)(?:(?:.*/)?(?=[^/]+\.py:[\w.]+(?:/\w+)?$)|https?://(?:[^/?#]*@)?([^?#]*).*)"
@@ -146,16 +145,15 @@ class RunLog:
     def phase(self, name: str) -> None:
         """Begin a phase, which the progress bar shows."""
         begin_phase(name, self.world)
-        self.name = name
         self.next_show = time.monotonic() + self.show_every  # when `show` is due
         self.progress.set_description(name)
 
     def show(self, ended: int, total: int) -> None:
         """Show how many responses of the phase have ended."""
         self.next_show = time.monotonic() + self.show_every
-        self.progress.set_description(f"{self.name} {ended}/{total}")
+        self.progress.set_description(f"{status.phase} {ended}/{total}")
         if self.progress.disable:
-            say(f"{self.name}: {ended} of {total} responses have ended")
+            say(f"{status.phase}: {ended} of {total} responses have ended")
 
     def log(self, metrics: dict) -> None:
         """Log the metrics of a step, "step" among them: to metrics.jsonl, where null stands for what
@@ -171,7 +169,8 @@ class RunLog:
         values = {}
         if step:
             self.latest.append(row)
-            values["left"] = f"{self._minutes_left(row)} min"
+            seconds = fmean(each["time/step"] for each in self.latest)
+            values["left"] = f"{math.ceil(seconds * (self.progress.total - step) / 60)} min"
         if "val/sampled_prompts" in row:
             responses = row["val/sampled_prompts"] * self.args.group_size
             values["stopped"] = f"{row['val/num_stop_token_ids']}/{responses}"
@@ -187,19 +186,6 @@ class RunLog:
             print(f"step {step} of {self.progress.total}: {line}", flush=True)
         if len(self.latest) == self.latest.maxlen:
             self._warn_of_unusual()
-
-    def _minutes_left(self, row: dict) -> int:
-        """Return how many minutes the steps that are left take; after the first step, print how to
-        make a long run on a CPU shorter.
-        """
-        step = row["step"]
-        seconds = fmean(each["time/step"] for each in self.latest)
-        minutes = math.ceil(seconds * (self.progress.total - step) / 60)
-        if step == 1 and self.world.device.type == "cpu" and minutes > PATIENCE:
-            size = row.get("episode", 0) * max(1, int(60 * PATIENCE / seconds))
-            shorter = f"; --total_episodes {size} ends in {PATIENCE}" if size else ""
-            say(f"on this machine the run takes about {minutes} minutes{shorter}")
-        return minutes
 
     def _warn_of_unusual(self) -> None:
         """Warn, once per run, of each metric whose mean over the last steps is not in its range of
@@ -296,12 +282,13 @@ class RunLog:
                 print(f"    {name}: {shortened(one_line(responses[prompt]))}")
 
 
-def shortened(x: Any) -> str:
-    """Return a value as text for the console. A long text keeps both ends: a prompt ends with the
-    question, a response with the answer.
+def shortened(x: Any, most: int = 400) -> str:
+    """Return a value as text for the console, of `most` characters. A long text keeps both ends: a
+    prompt ends with the question, a response with the answer.
     """
     text = f"{x:g}" if isinstance(x, float) else str(x)
-    return text if len(text) <= 400 else f"{text[:200]} ... {text[-200:]}"
+    half = most // 2
+    return text if len(text) <= most else f"{text[:half]} ... {text[-half:]}"
 
 
 def check_track(name: str) -> None:

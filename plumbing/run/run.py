@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
 import utils
-from plumbing.data.cache import LISTS, column
+from plumbing.data.cache import LISTS, numbers_of
 from plumbing.models import loading, speed
 from plumbing.rollout.batch import Batch
 from plumbing.run import checkpoints, folder, ranks
@@ -121,7 +121,7 @@ class Run:
         """
         named = {"rows to train on": rows, "held-out rows": held_out, "supervised rows": supervised}
         for name, part in named.items():
-            lengths = column(part, *LISTS).tolist() if part else []
+            lengths = numbers_of(part, *LISTS).tolist() if part else []
             self.log.lengths(self.state["step"], name, lengths)
         size = self.prompts_per_step or self.args.batch_size
         passes = f"{self.total_steps * size / len(rows):.3g} passes over {len(rows):,} rows"
