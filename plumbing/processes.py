@@ -280,7 +280,8 @@ class Process:
         end = computed() + cpu_seconds
         while (left := end - computed()) > 0:
             with contextlib.suppress(TimeoutError):
-                return await asyncio.wait_for(self.reader.readline(), left)
+                async with asyncio.timeout(left):
+                    return await self.reader.readline()
         raise Stuck(f"over {cpu_seconds:g} s of CPU time")
 
     def kill(self) -> None:
