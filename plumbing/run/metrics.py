@@ -115,7 +115,7 @@ def mismatch_metrics(total: dict[str, float], step: int, batch: Batch) -> dict[s
     Args:
         total: of the sums of `add_rollout`.
     """
-    if not total["compared"] > 0:
+    if total["compared"] == 0:
         return {}
     metrics: dict[str, float] = {"rollout/staleness": 0}
     if "policy_steps" in batch.tokens:  # of an engine
