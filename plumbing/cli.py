@@ -53,7 +53,7 @@ class RunArgs(OutputArgs):
     or fails, so that its end leaves final/ and no state of Adam."""
     keep_checkpoints: NonNegativeInt = 2
     """Number of checkpoints to keep, the newest ones; 0 for all."""
-    keep_best: str = ""
+    keep_best: Annotated[str, Field(pattern="^(eval/.+)?$")] = ""
     """Metric of the evaluation, such as eval/accuracy: keep the trained model with the highest
     value, without Adam's state, in checkpoints/best/."""
     stop_at: FiniteFloat | None = None
@@ -149,8 +149,8 @@ class PromptArgs:
     than train; or a .json list of {"prob": weight, "filepath": any of these}."""
     prompt_column: str = ""
     """Column of the prompt, text or messages; a dot goes into an object. Default: the first of
-    prompt, question, messages, problem, quiz, src, instruction, conversations in which any row has
-    something."""
+    prompt, question, messages, problem, quiz, src, instruction, conversations in which one of the
+    first 1,000 rows has something."""
     answer_column: str = ""
     """Column of the reference answer, likewise; default: the first of answer, ground_truth,
     reward_model.ground_truth, solution_text, solution, tgt, completion, output, or else the turn of

@@ -17,6 +17,7 @@ import importlib
 import importlib.util
 import inspect
 import json
+import math
 import operator
 import os
 import pickle
@@ -26,6 +27,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import traceback
 import types
 from collections.abc import Callable, Coroutine, Iterable, Sequence
@@ -52,6 +54,10 @@ class Failed(Exception):
 
 class Late(Exception):
     """A call gave no answer in time, and its process was killed."""
+
+
+class Stuck(Exception):
+    """A call has computed for longer than it may, and its process was killed."""
 
 
 class Ended(Exception):
@@ -104,7 +110,7 @@ def fork_processes(control: int, imports: list[str]) -> None:
         try:
             load_function(name) if ":" in name else importlib.import_module(name)
         except BaseException:  # the process that needs it imports it again, and reports this
-            modules.pop(name.rpartition(":")[0], None)
+            modules.pop(os.path.abspath(name.rpartition(":")[0]), None)
     signal.alarm(0)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nothing is left of those that have ended
     with socket.socket(fileno=control) as trainer:
@@ -209,10 +215,15 @@ class Process:
         self.server = server
         self.made_by = make, *arguments
         self.writer: Any = None  # an asyncio.StreamWriter
-        self.pid: int | None = None
+        self.pid: Any = None  # an int
 
     async def ask(
-        self, seconds: float, method: str, *arguments: Any, interrupt: bool = False
+        self,
+        seconds: float,
+        method: str,
+        *arguments: Any,
+        interrupt: bool = False,
+        cpu_seconds: float = math.inf,
     ) -> Any:
         """Return the result of a method of the object.
 
@@ -220,8 +231,9 @@ class Process:
             seconds: after which the process is killed, counted from when it has started.
             interrupt: whether the call is interrupted then, by a TimeoutError, and the process
                 killed only SECONDS_TO_GIVE_UP later.
+            cpu_seconds: of computing, after which the process is killed.
 
-        Raise Failed, Late or Ended; the process goes on after a Failed only.
+        Raise Failed, Late, Stuck or Ended; the process goes on after a Failed only.
         """
         request = pickle.dumps((method, seconds if interrupt else 0, *arguments))
         try:
@@ -230,7 +242,7 @@ class Process:
             async with asyncio.timeout(seconds + SECONDS_TO_GIVE_UP * interrupt):
                 self.writer.write(request)
                 await self.writer.drain()
-                answer = json.loads(await self.reader.readline())
+                answer = json.loads(await self._answer(cpu_seconds))
             if not isinstance(answer, dict):
                 raise ValueError(f"{answer!r:.60} is no answer")
         except BaseException as error:  # also where the caller is cancelled
@@ -260,6 +272,20 @@ class Process:
         async with asyncio.timeout(SECONDS_TO_LOAD):
             self.pid = int(await self.reader.readline())
 
+    async def _answer(self, cpu_seconds: float) -> bytes:
+        """Return the line that the process writes; raise Stuck once it has computed for so long, on
+        a busy machine later than by the clock on the wall.
+        """
+        # CLOCK_PROCESS_CPUTIME_ID of the other process, which macOS does not have.
+        of_process = lambda: time.clock_gettime(~self.pid << 3 | 2)
+        computed = time.monotonic if sys.platform == "darwin" else of_process
+        end = computed() + cpu_seconds
+        while (left := end - computed()) > 0:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left):
+                    return await self.reader.readline()
+        raise Stuck(f"over {cpu_seconds:g} s of CPU time")
+
     def kill(self) -> None:
         """Kill the process, if there is one, and all that it has started."""
         if self.writer is not None:
@@ -277,15 +303,15 @@ class Processes:
         self.at_once = asyncio.Semaphore(count)  # which callers of `ask` hold
         self.idle = [Process(server, make) for _ in range(count)]
 
-    async def ask(self, seconds: float, method: str, *arguments: Any) -> Any:
+    async def ask(self, seconds: float, method: str, *arguments: Any, **limits: Any) -> Any:
         """Return the result of a method in one of them, see `Process.ask`. A call whose process ends
         is made once more, in a new one: that it ends may have nothing to do with the call.
         """
         process = self.idle.pop()
         try:
             with contextlib.suppress(Ended):
-                return await process.ask(seconds, method, *arguments)
-            return await process.ask(seconds, method, *arguments)
+                return await process.ask(seconds, method, *arguments, **limits)
+            return await process.ask(seconds, method, *arguments, **limits)
         finally:
             self.idle.append(process)
 

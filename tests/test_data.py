@@ -37,7 +37,7 @@ import ppo
 import reward_model
 from plumbing.data import cache, formats, mixture, pairs
 from plumbing.data import prompts as data
-from plumbing.data.rows import VERSION, first_rows, read_rows
+from plumbing.data.rows import VERSION, first_rows, read_parts, read_rows
 from plumbing.data.tasks import BUILT_IN
 from plumbing.models.tokenizer import load_tokenizer
 from plumbing.rewards.sources import why_unscorable
@@ -183,12 +183,14 @@ def test_files_of_any_content(tmp_path, capsys):
     files = {
         "a.csv": "prompt,answer\n1,007\n",
         "b.json": '{"prompt": "1"}\n\n{"prompt": "\u2028"}\n',
+        "c.json": '\ufeff\n [\n{"prompt": "1"}]',
     }
     for name, text in files.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / f"train-{name}").write_text(text)
     assert columns_of(tmp_path / "a.csv") == [{"prompt": "1", "answer": "007"}]
     assert columns_of(tmp_path / "b.json") == [{"prompt": "1"}, {"prompt": "\u2028"}]
+    assert columns_of(tmp_path / "c.json") == [{"prompt": "1"}]
     for ending, text in (("json", b"[{"), ("jsonl", b"\xff"), ("jsonl.gz", b"\x1f\x8b\x08x")):
         bad = tmp_path / "b.json" / f"train-bad.{ending}"
         bad.write_bytes(text)
@@ -488,24 +490,29 @@ def test_the_version_of_the_cache_is_that_of_golden_rows(tmp_path):
 
 
 def test_what_the_cache_goes_by(tmp_path, monkeypatch):
-    """The template, the flags and the version; the day where the template writes it."""
+    """The template, the flags and the version; the day where the template writes it. A resume asks
+    for the rows alone.
+    """
     file = helpers.write_rows(tmp_path / "rows.jsonl", helpers.ROWS)
     tokenizer = copy.deepcopy(CHAT)
+    fingerprints = set()
 
-    def fingerprint(**flags) -> str:
-        return parts_of(file, tokenizer, **flags)[0][0]._fingerprint
+    def name(**flags) -> str:
+        rows = parts_of(file, tokenizer, **flags)[0][0]
+        fingerprints.add(rows._fingerprint)
+        return rows.cache_files[0]["filename"]
 
-    seen = [fingerprint(), fingerprint(system_prompt="Add.")]
+    seen = [name(), name(system_prompt="Add.")]
     monkeypatch.setattr(cache, "date", types.SimpleNamespace(today=lambda: "tomorrow"))
-    assert fingerprint() == seen[0]
+    assert name() == seen[0]
     template = tokenizer.chat_template
     tokenizer.chat_template = template + "{{ strftime_now('%d') }}"
-    seen.append(fingerprint())
+    seen.append(name())
     monkeypatch.setattr(cache, "date", datetime.date)
-    seen.append(fingerprint())
+    seen.append(name())
     tokenizer.chat_template = template
     monkeypatch.setattr(cache, "VERSION", 0)
-    assert len({*seen, fingerprint()}) == 5
+    assert len({*seen, name()}) == 5 and len(fingerprints) == 1
 
 
 def test_what_stops_encoding_is_one_line(tokenizer, tmp_path, capfd, monkeypatch):
@@ -749,6 +756,13 @@ def test_supervised_rows(tmp_path, tokenizer, capsys):
     assert responses() == ["b<eos>", "bb<eos>"]
     assert "left out 1 of 3 rows" in capsys.readouterr().err
     assert responses(response_column="prompt") == ["a<eos>"] * 3
+
+
+def test_a_list_of_more_data_sets_than_are_read(tmp_path, capsys):
+    path = tmp_path / "list.json"
+    path.write_text(json.dumps([{"prob": 1, "filepath": "none"}] * 1001))
+    line = refused(capsys, read_parts, "--dataset", str(path), "train")
+    assert line == f"error: --dataset {path}: lists 1001 data sets, of which 1000 are read"
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,7 @@ def test_which_engine_samples(installed, gpu, flags, outputs, expected, monkeypa
 
 
 @pytest.mark.parametrize("script", ["grpo", "rloo", "ppo"])
-def test_trainer_and_sampler_are_compared_before_an_update(tmp_path, monkeypatch, capsys, script):
+def test_trainer_and_sampler_are_compared_before_an_update(tmp_path, monkeypatch, script):
     """Also where a step makes several updates and the old log-probabilities are the sampler's."""
     monkeypatch.setattr(engines, "rollout_engine", lambda *_: None)  # the model itself samples
     values = variant(
@@ -145,7 +145,6 @@ def test_trainer_and_sampler_are_compared_before_an_update(tmp_path, monkeypatch
     )
     run_here(values, script)
     assert metrics_of(values)[0]["rollout/prob_diff_mean"] < 1e-6
-    assert "rollout and trainer differ" not in capsys.readouterr().err
 
 
 def rollouts_of(state: dict, total_steps: int, prompts, collect, **fields) -> Rollouts:

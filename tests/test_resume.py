@@ -143,13 +143,15 @@ def test_one_process_a_run(folder, capsys):
     os.kill(grandchild, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("name", ["run", "ü" * 150])
+@pytest.mark.parametrize("name", ["run", "ü" * 150, "locked"])
 def test_a_name_that_cannot_be_taken_any_more(tmp_path, capsys, name):
     """Another run of this name began while this one loaded its models; or the disk allows no such
-    name.
+    name, or no lock, here a folder.
     """
-    args = args_of(tmp_path / name, resume=False)
+    args = args_of(tmp_path / name, resume=name == "locked")
     origin = run_folder.find_origin(args, "grpo.py")
+    if name == "locked":
+        (tmp_path / name / ".lock").mkdir(parents=True)
     if name == "run":
         (tmp_path / name).mkdir()
         (tmp_path / name / "metrics.jsonl").write_text('{"step": 1}\n')
@@ -159,10 +161,16 @@ def test_a_name_that_cannot_be_taken_any_more(tmp_path, capsys, name):
         assert read_lines(tmp_path / name / "metrics.jsonl") == [{"step": 1}]
 
 
-def test_a_folder_is_saved_whatever_a_kill_left(tmp_path, world):
-    """Between its two renames, or before what it replaced was removed; a write that fails leaves
-    the old one.
+def test_a_folder_is_saved_whatever_a_kill_left(tmp_path, world, monkeypatch):
+    """Between its two renames, or before what it replaced was removed, which begins once the new
+    one is there; a write that fails leaves the old one.
     """
+
+    def remove(path, ignore_errors, remove=shutil.rmtree) -> None:
+        assert (tmp_path / "final").exists()
+        remove(path, ignore_errors)
+
+    monkeypatch.setattr(shutil, "rmtree", remove)
     write = lambda path: Path(path, "a").write_text("1")
     for left in ("final", ".final.old", ".final.tmp"):
         (tmp_path / left).mkdir()
@@ -362,14 +370,15 @@ def test_a_finished_run_changes_nothing(whole, tmp_path, capsys, save_every):
 # what raises at its n-th call; in a step are one call of `generate`, in an evaluation two; and four
 # updates
 PLACES = [
-    ("grpo.generate", 5, "; step 2 is saved, continue with --resume)"),
-    ("utils.Optimizer.step", 9, "; step 2 is saved"),
-    ("torch.optim.AdamW.step", 9, "; nothing is saved"),
+    ("grpo.generate", 4, AssertionError, "; step 2 is saved, continue with --resume)"),
+    ("grpo.generate", 4, utils.UserError, "; step 2 is saved, continue with --resume"),
+    ("utils.Optimizer.step", 9, AssertionError, "; step 2 is saved"),
+    ("torch.optim.AdamW.step", 9, AssertionError, "; nothing is saved"),
 ]
 
 
-@pytest.mark.parametrize("place, call, said", PLACES)
-def test_an_exception_in_a_step(whole, tmp_path, monkeypatch, place, call, said):
+@pytest.mark.parametrize("place, call, kind, said", PLACES)
+def test_an_exception_in_a_step(whole, tmp_path, monkeypatch, capsys, place, call, kind, said):
     """The steps before are saved unless a weight may have changed since; the run goes on as if
     nothing had been.
     """
@@ -379,13 +388,19 @@ def test_an_exception_in_a_step(whole, tmp_path, monkeypatch, place, call, said)
 
     def raises(*args, **options):
         calls.append(1)
-        assert len(calls) != call
+        if len(calls) == call:
+            raise kind("no")
         return original(*args, **options)
 
-    with monkeypatch.context() as patch, pytest.raises(AssertionError) as error:
+    with monkeypatch.context() as patch:
         patch.setattr(place, raises)
-        run_here(values)
-    assert said in error.value.__notes__[0] and len(calls) == call
+        if kind is utils.UserError:
+            told = helpers.refused(capsys, run_here, values, noisy=True)
+        else:
+            with pytest.raises(kind) as error:
+                run_here(values)
+            (told,) = error.value.__notes__
+    assert said in told and len(calls) == call
     if "nothing" not in said:
         run_here({**values, "resume": True})
         helpers.assert_same_run(values, whole)
@@ -412,26 +427,23 @@ def test_changed_flags_and_rows_are_printed(copy, tmp_path, capsys):
     fewer = helpers.write_rows(tmp_path / "fewer.jsonl", helpers.ROWS[1:])
     state = folder_of(copy) / "checkpoints/step_4/trainer_state.pt"
     torch.save({**torch.load(state), "pass_rates": {12: 0.5}}, state)  # of a row that is gone
-    run_here({**copy, "total_episodes": 40, "learning_rate": 1e-3, "dataset": fewer})
+    changed = {"total_episodes": 80, "rollout_batch_size": 2 * copy["rollout_batch_size"]}
+    run_here({**copy, **changed, "learning_rate": 1e-3, "dataset": fewer})
+    assert [row["episode"] for row in metrics_of(copy)] == [0, 8, 16, 24, 32, 48]
     state = folder_of(copy) / "checkpoints/step_5/trainer_state.pt"
     assert "pass_rates" not in torch.load(state)
     out, err = capsys.readouterr()
     assert (
-        "changed since: --total_episodes 32 -> 40\n" in out
+        "changed since: --total_episodes 32 -> 80\n" in out
         and "--learning_rate 0.003 -> 0.001\n" in out
     )
-    assert (
-        err.count("warning: --resume: the rows to train on, or what encodes them, have changed")
-        == 1
-    )
+    assert err.count("warning: --resume: the rows to train on have changed") == 1
     (folder_of(copy) / "checkpoints" / ".step_9").mkdir()  # of a save that was killed
-    run_here(
-        {**copy, "total_episodes": 40, "dataset": shutil.copy(fewer, tmp_path / "the_same.jsonl")}
-    )
+    run_here({**copy, **changed, "dataset": shutil.copy(fewer, tmp_path / "the_same.jsonl")})
     assert "--resume" not in capsys.readouterr().err and not [
         *folder_of(copy).glob("checkpoints/.step*")
     ]
-    assert log.read_args(str(folder_of(copy)))["args"]["total_episodes"] == 40
+    assert log.read_args(str(folder_of(copy)))["args"]["total_episodes"] == 80
     run_here({**copy, "total_episodes": 16, "dataset": fewer})
     assert "nothing is left to train, as the run has 5 steps already" in capsys.readouterr().err
     assert [row["step"] for row in metrics_of(copy)] == [0, 1, 2, 3, 4, 5]

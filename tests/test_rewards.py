@@ -2,12 +2,15 @@
 which score them.
 """
 
+import asyncio
 import contextlib
+import functools
 import itertools
 import math
 import os
 import re
 import signal
+import subprocess
 import time
 import types
 from concurrent.futures import ThreadPoolExecutor
@@ -23,9 +26,11 @@ from tiny_models import CPU, make_tokenizer
 from plumbing import processes
 from plumbing.data.formats import named_sources
 from plumbing.data.rows import is_scored_by
+from plumbing.rewards import verifiers
 from plumbing.rewards.sources import (
     RewardSources,
     Scoring,
+    columns_of,
     final_turn,
     finite_or_nan,
     why_unscorable,
@@ -46,6 +51,7 @@ def good(prompts, responses, **columns):
 
 def none(prompts, responses, **columns): return [None] * len(responses)
 none.verifies = False
+def reads(responses): return [float(response) if response else None for response in responses]
 def verl(data_source, solution_str, ground_truth, extra_info=None):
     return {"score": float(solution_str == ground_truth), "words": 2}
 def too_few(prompts, responses, **columns): return [1.0]
@@ -277,6 +283,14 @@ def test_a_source_without_some_scores_says_so_once(file, make, capfd):
     assert said[1].startswith(f"warning: --reward {file}:none: it returned None")
 
 
+def test_the_reason_is_that_of_the_last_missing_score(file, make):
+    """Not of an older one, nor is it forgotten where all is well."""
+    reward_sources = make(f"{file}:reads")
+    for text, reason in [("x", "ValueError"), ("1", "ValueError"), ("", "it returned None")]:
+        scores_by(reward_sources, [row("1")], [text], [[5]])
+        assert reason in reward_sources.why_missing(f"{file}:reads")
+
+
 def test_processes_import_no_torch(make):
     reward_sources = make("math", "exact", "code")
     scores = scores_by(reward_sources, [row("1")], ["1"], [[]])
@@ -284,19 +298,31 @@ def test_processes_import_no_torch(make):
     assert ask(reward_sources, "'torch' in __import__('sys').modules") == ([[False], ""], "")
 
 
-def test_a_response_that_hangs_math_is_wrong(make):
+def test_a_response_that_hangs_math_is_wrong(make, monkeypatch):
     """Unless the reference hangs it, too. From a thread: math-verify's time limits would need
     signals there.
     """
+    quick = verifiers.verifier("math")._replace(limit=1.0)
+    monkeypatch.setattr(verifiers, "verifier", lambda name: quick)
     references = ["42", "42", "42", "{" * 240 + "1" + "}" * 240, "42"]
     texts = ["42", r"\boxed{9^{9^{9^9}}}", "42", "42", "41"]
     with ThreadPoolExecutor(1) as pool:
-        reward_sources = pool.submit(make, "math", timeout=2.0).result()
+        reward_sources = pool.submit(make, "math").result()
         scores = pool.submit(
             scores_by, reward_sources, list(map(row, references)), texts, [[]] * 5
         ).result()["math"]
     assert scores == pytest.approx([1, 0, 1, math.nan, 0], nan_ok=True)
-    assert "alone: TimeoutError" in reward_sources.sources["math"].failure
+    said = reward_sources.sources["math"].failure
+    assert said.endswith("alone: over 1 s of CPU time")
+
+
+def test_a_response_that_waits_for_a_processor_is_not_wrong(make):
+    """Here asleep; the empty response, which a stuck one is scored as, would get 0 at once."""
+    source = make("math", timeout=1.0).sources["math"]
+    source.check = functools.partial(subprocess.call, shell=True)
+    sample = types.SimpleNamespace(row=row(-1), text="sleep 60")
+    assert asyncio.run(source.score([sample])) == [None]
+    assert source.failure == "TimeoutError: no result within --timeout 1 s"
 
 
 def processes_of(reward_sources) -> list[int]:
@@ -383,6 +409,13 @@ def test_an_answer_is_needed_where_a_source_reads_it(capsys):
         assert said.startswith("error: row 1: has no answer, which --reward exact needs")
     assert why_unscorable("", row(None, ["format"]), args) == ""
     assert why_unscorable("", row("1"), args) == ""
+
+
+def test_functions_get_the_row_s_own_answer_where_there_is_no_reference():
+    """As of a column that is empty in the first rows."""
+    own = [{"answer": "1"}, {"answer": "3"}, {}]
+    rows = [row(answer) | {"columns": x} for answer, x in zip((None, "2", None), own)]
+    assert columns_of(rows) == {"answer": ["1", "2", None]}
 
 
 def batch_of(rows: list[dict], **components) -> Batch:

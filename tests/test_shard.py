@@ -159,8 +159,8 @@ def test_more_ranks_than_work(base, tmp_path, script, shard):
 # at its end.
 STOPS = {
     "grpo": "utils.Optimizer.step>torch.searchsorted:3",
-    "rloo": "rloo.generate:4",
-    "ppo": "ppo.generate:4",
+    "rloo": "rloo.generate:3",
+    "ppo": "ppo.generate:3",
     "reward_model": "utils.Optimizer.step:1",
 }
 

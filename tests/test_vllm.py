@@ -438,10 +438,10 @@ def test_one_engine_for_two_ranks(base, tmp_path):
 @pytest.mark.parametrize("async_steps", [0, 2])
 def test_a_stopped_run_goes_on(one, tmp_path, async_steps):
     """Stopped in the rollout of step 3, or of a step after it, which is made anew, or in the
-    evaluation meanwhile; an evaluation makes two.
+    evaluation meanwhile.
     """
     stopped = variant(one[0], tmp_path, run_name="stopped", async_steps=async_steps)
-    run(stopped, code=75, place="extras.vllm.engine.Engine.generate:7:SIGTERM")
+    run(stopped, code=75, place="extras.vllm.engine.Engine.generate:5:SIGTERM")
     done = run({**stopped, "resume": True})
     assert "goes on after step 2" in done.out and len(metrics_of(stopped)) == 5
     if not async_steps:

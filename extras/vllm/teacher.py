@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from extras.http import SERVER_PATIENCE, SERVER_START, ask_server
-from plumbing.data.cache import column
+from plumbing.data.cache import numbers_of
 from plumbing.models.config import load_config
 from plumbing.processes import run_all, run_until_done
 from plumbing.rollout.batch import Sample
@@ -78,7 +78,7 @@ class ServedTeacher:
             raise UserError(f"--teacher {first_line(error)}", local=True) from error
         if text != tokenizer.decode(ids):
             raise UserError(f"--teacher {self.url}: has another vocabulary than --model")
-        queries = np.maximum(column(rows, "query"), column(rows, "teacher_query"))
+        queries = np.maximum(numbers_of(rows, "query"), numbers_of(rows, "teacher_query"))
         needed = queries.max() + args.max_response_length + 1  # it samples a token
         if needed > max_length:
             raise UserError(

@@ -56,7 +56,7 @@ def encode_rows(
     Returns:
         A `datasets.Dataset` of the rows without a problem: `rows[i]` reads one, in which ENCODED are
         token ids, and "mask" is 1 for those of the response that are to be learned. Its fingerprint
-        is a hash of all that decides the rows and their order.
+        is a hash of what decides which rows they are and their order, not how they are encoded.
     """
     import datasets
     from datasets.fingerprint import Hasher
@@ -99,7 +99,8 @@ def encode_rows(
     if others and is_first:
         dist.barrier(others)
     rows = rows.with_transform(as_row)
-    kept = column(rows, "has_problem") == 0
+    rows._fingerprint = Hasher.hash([raw._fingerprint, len(rows)])
+    kept = numbers_of(rows, "has_problem") == 0
     if kept.all():
         return rows
     first = rows[int(kept.argmin())]
@@ -148,7 +149,7 @@ def as_row(batch: dict) -> dict:
     return {name: [value] for name, value in json.loads(batch["row"][0]).items()}
 
 
-def column(rows: Any, *names: str) -> np.ndarray:
+def numbers_of(rows: Any, *names: str) -> np.ndarray:
     """Return one of NUMBERS of some rows, or the sum of several (n,)."""
     table = rows.select_columns(list(names)).with_format("numpy")[:]
     return sum(table[name] for name in names)
@@ -159,7 +160,9 @@ def check_rows_fit(model: str, rows: Any, names: Sequence[str], flag: str, room:
     more tokens; see `check_fits`.
     """
     if len(rows):
-        check_fits(model, column(rows, "highest").max(), column(rows, *names).max() + room, flag)
+        check_fits(
+            model, numbers_of(rows, "highest").max(), numbers_of(rows, *names).max() + room, flag
+        )
 
 
 def leave_out(where: str, rows: Any, kept: np.ndarray, why: str):

@@ -247,6 +247,7 @@ def named_sources(where: str, row: dict, reward: Sequence[str]) -> list[str] | N
     for name in names:
         if name not in known:
             raise UserError(
-                f"{where}: {column} is {value!r}, which is not in --reward {' '.join(reward)}"
+                f"{where}: {column} is {value!r}, which is not in --reward {' '.join(reward)}; if it "
+                "names no source, rename the column"
             )
     return [known[name] for name in names]

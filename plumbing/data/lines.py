@@ -6,7 +6,7 @@ import csv
 import json
 import os
 import sys
-from itertools import chain, islice
+from itertools import islice
 from typing import Any, Iterable, TextIO
 
 import datasets
@@ -60,10 +60,9 @@ class Lines(datasets.ArrowBasedBuilder):
 
 def lines(file: TextIO) -> Iterable[str]:
     """Return the lines of a file of JSON, or the items of the list that it holds, as JSON."""
-    first = file.readline()
-    if first.lstrip().startswith("["):
-        return map(json.dumps, json.loads(first + file.read()))
-    return chain([first], file)
+    first = next(filter(str.strip, file), "")
+    file.seek(0)
+    return map(json.dumps, json.load(file)) if first.lstrip().startswith("[") else file
 
 
 def csv_lines(file: TextIO, sep: str) -> Iterable[str]:

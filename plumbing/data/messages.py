@@ -23,10 +23,20 @@ from plumbing.data.rows import validate
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # a message's keys; templates read one
 
 
+def without_nulls(value: Any):
+    """Return an object without its keys that are null; any other value as it is."""
+    if not isinstance(value, dict):
+        return value
+    return {name: x for name, x in value.items() if x is not None}
+
+
 class Strict(BaseModel):
-    """A part of a row in which a key that nothing reads is an error."""
+    """A part of a row in which a key that nothing reads is an error, and one that is null counts as
+    absent.
+    """
 
     model_config = ConfigDict(extra="forbid")
+    drop_nulls = model_validator(mode="before")(without_nulls)
 
 
 class Function(Strict):
@@ -52,7 +62,7 @@ class ToolCall(Strict):
     @classmethod
     def nested(cls, value: Any):
         """Read {"name", "arguments"}, too."""
-        is_flat = isinstance(value, dict) and "name" in value
+        is_flat = isinstance(value, dict) and value.get("name") is not None
         return {"function": value} if is_flat else value
 
 
@@ -74,7 +84,7 @@ class Message(Strict):
         """Join the parts of a content; images and the like are refused."""
         if not isinstance(value, list):
             return value
-        for part in value:
+        for part in map(without_nulls, value):
             if not isinstance(part, dict) or part != {
                 "type": "text",
                 "text": str(part.get("text")),
@@ -116,18 +126,11 @@ class Message(Strict):
 MESSAGES = TypeAdapter(Annotated[list[Message], Field(min_length=1)])
 
 
-def without_nulls(value: Any):
-    """Return a value without the keys of objects that are null."""
-    if isinstance(value, dict):
-        return {name: without_nulls(x) for name, x in value.items() if x is not None}
-    return [without_nulls(x) for x in value] if isinstance(value, list) else value
-
-
 def read_messages(where: str, turns: Any, role: str = "user") -> list[Message]:
     """Return messages as they are checked; raise a UserError, with the turn and key, if they are none.
 
-    A key that is null counts as none. Results of tools are put into the order of their calls, as
-    many chat templates do not write the ids.
+    Results of tools are put into the order of their calls, as many chat templates do not write the
+    ids.
 
     Args:
         turns: messages, or the text of the only one. role: of the text.
@@ -135,7 +138,7 @@ def read_messages(where: str, turns: Any, role: str = "user") -> list[Message]:
     if isinstance(turns, str):
         turns = [{"role": role, "content": turns}]
     made: list[Message] = []
-    messages = validate(where, without_nulls(turns), MESSAGES, "turn")
+    messages = validate(where, turns, MESSAGES, "turn")
     for _, of_role in groupby(messages, lambda message: message.role):
         places = {call.id: i for message in made[-1:] for i, call in enumerate(message.tool_calls)}
         made += sorted(of_role, key=lambda message: places.get(message.tool_call_id, 0))

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from plumbing.data.cache import check_rows_fit, column, encode_rows, leave_out
+from plumbing.data.cache import check_rows_fit, encode_rows, leave_out, numbers_of
 from plumbing.data.encoding import Text
-from plumbing.data.formats import PROMPTS, read_prompt
+from plumbing.data.formats import PROMPTS, is_filled, read_prompt
 from plumbing.data.messages import Message, read_messages
 from plumbing.data.mixture import stream
 from plumbing.data.prompts import SHORT, without
@@ -71,7 +71,7 @@ def load_pairs(
     pairs = encode_rows(flag, dataset, raw, make, tokenizer, stop_ids)
     for part in TEXTS:
         say(f"{where}: {part}: {SHORT.repr(pairs[0][part])}")
-    lengths = np.maximum(*(column(pairs, side) for side in SIDES))
+    lengths = np.maximum(*(numbers_of(pairs, side) for side in SIDES))
     why = f"which have more tokens than --max_length {args.max_length}"
     return leave_out(where, pairs, lengths <= args.max_length, why)
 
@@ -79,25 +79,27 @@ def load_pairs(
 # ---- a row ---------------------------------------------------------------------------------------
 
 
-def make_pair(at: str, row: dict, rendering: Rendering) -> list[dict]:
-    """Return the pair of a row at a place, for `encode_rows`: see `load_pairs`."""
+def make_pair(where: str, row: dict, rendering: Rendering) -> list[dict]:
+    """Return the pair of a row, for `encode_rows`: see `load_pairs`."""
     margin = 0.0 if row.get("margin") is None else row["margin"]
     if not is_number(margin):
-        raise UserError(f"{at}: margin must be a number, not {str(margin)[:60]!r}")
+        raise UserError(f"{where}: margin must be a number, not {str(margin)[:60]!r}")
     subset = None if row.get("subset") is None else str(row["subset"])
     pair: dict[str, Any] = {"prompt": "", "margin": margin, "subset": subset, "problem": ""}
-    tools = rendering.tools_of(at, row)
-    for side, (*messages, turn) in zip(SIDES, read_pair(at, row)):
+    tools = rendering.tools_of(where, row)
+    for side, (*messages, turn) in zip(SIDES, read_pair(where, row)):
         if messages:
             *before, last = rendering.dialogue([*messages, turn])
-            query = rendering.prompt(at, before, tools)
-            text = rendering.turn(at, before, query, last, tools)
+            query = rendering.prompt(where, before, tools)
+            text = rendering.turn(where, before, query, last, tools)
             pair["prompt"] = query.shown
             pair[side] = [query, text]
         else:
             if others := turn.as_dict().keys() - {"role", "content"}:
-                raise UserError(f"{at}: has {', '.join(sorted(others))}, and no prompt before it")
-            text = Text(at, turn.content, special=True, is_learned=True)
+                raise UserError(
+                    f"{where}: has {', '.join(sorted(others))}, and no prompt before it"
+                )
+            text = Text(where, turn.content, special=True, is_learned=True)
             pair[side] = [text]
         pair[f"{side}_text"] = text.shown
     # No pair of this prompt, or of these two texts, is both trained and evaluated on.
@@ -113,7 +115,7 @@ def read_pair(where: str, row: dict) -> list[list[Message]]:
     """
     if "response" in row and "sort" in row:
         row = read_ranked(where, row)
-    filled = (name for name in PROMPTS if row.get(name) not in (None, "", []))
+    filled = (name for name in PROMPTS if is_filled(row.get(name)))
     column = next(filled, None)
     prompt = read_messages(where, read_prompt(where, row, column)) if column else []
     sides = [read_side(where, name, row.get(name), prompt) for name in SIDES]

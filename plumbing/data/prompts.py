@@ -11,7 +11,7 @@ from typing import Any, Callable, Sequence
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from plumbing.data.cache import check_rows_fit, column, encode_rows, leave_out
+from plumbing.data.cache import check_rows_fit, encode_rows, leave_out, numbers_of
 from plumbing.data.encoding import Text
 from plumbing.data.formats import (
     COLUMNS,
@@ -63,9 +63,10 @@ def load_train_and_eval(
     elif args.eval_every and (args.eval_dataset or not os.path.isfile(dataset)):
         parts = load_prompts("--eval_dataset", args.eval_dataset or dataset, "test", *given)
     elif args.eval_every:
-        say(
-            f"{where}: a file has no test split, so nothing is evaluated; --eval_share 0.1 holds out a tenth"
-        )
+        message = f"{where}: a file has no test split, so nothing is evaluated; --eval_share 0.1 holds out a tenth"
+        if args.keep_best:
+            raise UserError(f"--keep_best {args.keep_best}: {message}")
+        say(message)
     held_out = first_prompts(parts, args.eval_prompts) if parts else train.take(0)
     train = without(where, train, held_out)
     check_responses_fit(args, held_out)
@@ -78,7 +79,7 @@ def without(where: str, train: Any, held_out: Any):
     """Return the rows to train on without those whose prompts are evaluated on, unless that leaves
     none.
     """
-    kept = ~np.isin(column(train, "about"), column(held_out, "about"))
+    kept = ~np.isin(numbers_of(train, "about"), numbers_of(held_out, "about"))
     if not kept.any():
         warn(
             f"{where}: every row is evaluated on, too, which shows how well the run fits them and nothing else"
@@ -172,20 +173,20 @@ def load_prompts(
         report_first(where, rows[0], columns, rendering, learn)
         if learns_turns:
             why = f"which have no {', '.join(COLUMNS['response'])} or last turn of the assistant"
-            rows = leave_out(where, rows, column(rows, "response") > 0, why)
+            rows = leave_out(where, rows, numbers_of(rows, "response") > 0, why)
             why = f"whose responses have more tokens than --max_response_length {args.max_response_length}"
-            fits = column(rows, "response") <= args.max_response_length
+            fits = numbers_of(rows, "response") <= args.max_response_length
             rows = leave_out(where, rows, fits, why)
             check_rows_fit(args.model, rows, ["query", "response"], where)
         why = f"which have more tokens than --max_prompt_length {args.max_prompt_length}"
-        fits = column(rows, "query") <= args.max_prompt_length
+        fits = numbers_of(rows, "query") <= args.max_prompt_length
         rows = leave_out(where, rows, fits, why)
         if make_teacher_query:
             first = tokenizer.decode(rows[0]["teacher_query"])
             say(f"{where}: prompt of the teacher: {SHORT.repr(first)}")
             room = positions_of(args.loaded_teacher or args.model) - args.max_response_length
             why = f"whose prompts of the teacher leave it no --max_response_length {args.max_response_length}"
-            rows = leave_out(where, rows, column(rows, "teacher_query") <= room, why)
+            rows = leave_out(where, rows, numbers_of(rows, "teacher_query") <= room, why)
         parts.append((rows, weight))
     return parts
 
@@ -218,7 +219,7 @@ def holds_template(row: dict) -> bool:
 
 
 def make_prompts(
-    at: str,
+    where: str,
     row: dict,
     columns: Columns,
     rendering: Rendering,
@@ -231,7 +232,7 @@ def make_prompts(
     """Return what a run needs of a row of a data set, for `encode_rows`.
 
     Args:
-        at: its place. span: see `load_prompts`. sources: --reward and --reward_weights.
+        where: the data set and the row. span: see `load_prompts`. sources: --reward and --reward_weights.
         make_teacher_query: see `teacher_query`; None where the teacher reads the same prompt.
     Returns:
         Rows {"prompt": the text that the model sees, "query": [the same to encode], "messages": the
@@ -241,25 +242,25 @@ def make_prompts(
         text to learn], if there is one, "teacher_query": [the teacher's prompt], if it is another}.
         One, or as `learn` says; none if the row is not read.
     """
-    prompt = read_prompt(at, row, columns.prompt)
+    prompt = read_prompt(where, row, columns.prompt)
     if not span[0] <= zlib.crc32(repr(prompt).encode()) / 2**32 < span[1]:
         return []
-    messages = turns = read_messages(at, prompt)
+    messages = turns = read_messages(where, prompt)
     has_turn = messages[-1].role == "assistant"
     others = row | {"tgt": None} if columns.prompt == "src" else row  # src has its turns
     text_column = None if has_turn and not columns.is_named else columns.response
     learned: list[int] = []
     if learn:
-        turns, learned = turns_to_learn(at, messages, value_at(others, text_column))
+        turns, learned = turns_to_learn(where, messages, value_at(others, text_column))
     target_from = text_column if learn in ("turns", "conversations") else columns.answer
-    tools = rendering.tools_of(at, row)
+    tools = rendering.tools_of(where, row)
     stop = "".join(rendering.stops[:1])
     made = []
     for i in learned or [len(messages) - has_turn]:
         before = rendering.dialogue(turns[:i])
-        query = rendering.prompt(at, before, tools)
+        query = rendering.prompt(where, before, tools)
         last_turn = turns[i].content if i < len(turns) else None
-        answer = read_answer(at, others, columns.answer, last_turn)
+        answer = read_answer(where, others, columns.answer, last_turn)
         encoded = {
             "prompt": query.shown,
             "query": [query],
@@ -267,15 +268,15 @@ def make_prompts(
             "answer": answer,
             "target": answer,
             "target_from": target_from or ("last turn" if has_turn else "no column"),
-            "sources": [] if learn else named_sources(at, row, sources.reward),
+            "sources": [] if learn else named_sources(where, row, sources.reward),
             "columns": row,
         }
-        encoded["problem"] = why_unscorable(at, encoded, sources)
+        encoded["problem"] = why_unscorable(where, encoded, sources)
         if make_teacher_query:
-            text = make_teacher_query(at, row, turns[:i], tools, alone=len(learned) < 2)
+            text = make_teacher_query(where, row, turns[:i], tools, alone=len(learned) < 2)
             encoded["teacher_query"] = [text]
         if learned and learn != "prompts":
-            text = rendering.turn(at, before, query, turns[i].as_dict(), tools)
+            text = rendering.turn(where, before, query, turns[i].as_dict(), tools)
             encoded |= {"target": text.shown.removesuffix(stop), "response": [text]}
         made.append(encoded)
     return join_turns(made, stop) if learn == "conversations" else made
@@ -285,7 +286,7 @@ def teacher_query(
     rendering: Rendering,
     prompt: str,
     system_prompt: str,
-    at: str,
+    where: str,
     row: dict,
     turns: list[Message],
     tools: list[dict] | None,
@@ -303,28 +304,30 @@ def teacher_query(
         found = value_at(row, column)
         if not is_filled(found):
             raise UserError(
-                f"{at}: has nothing in column {column!r} of --teacher_prompt; it has {', '.join(row)}"
+                f"{where}: has nothing in column {column!r} of --teacher_prompt; it has {', '.join(row)}"
             )
         return found
 
     def text(field: re.Match) -> str:
         found = value(field[1])
         if isinstance(found, list | dict):
-            raise UserError(f"{at}: --teacher_prompt has {field[0]}, and the column is not text")
+            raise UserError(f"{where}: --teacher_prompt has {field[0]}, and the column is not text")
         return str(found)
 
     if prompt:
         if not alone:
-            raise UserError(f"{at}: has several turns to learn, and --teacher_prompt is one prompt")
+            raise UserError(
+                f"{where}: has several turns to learn, and --teacher_prompt is one prompt"
+            )
         filled, fields = re.subn(r"\{(\w[\w.]*)\}", text, prompt)
-        turns = read_messages(at, filled if fields else value(prompt))
+        turns = read_messages(where, filled if fields else value(prompt))
     if system_prompt:
         turns = [turn for turn in turns if turn.role != "system"]
-    return rendering.prompt(at, rendering.dialogue(turns), tools)
+    return rendering.prompt(where, rendering.dialogue(turns), tools)
 
 
 def turns_to_learn(
-    at: str, messages: list[Message], response: Any
+    where: str, messages: list[Message], response: Any
 ) -> tuple[list[Message], list[int]]:
     """Return the conversation of a row, and the places of the turns of the assistant that are to be
     learned: of the response, if it is text or messages, else of the prompt.
@@ -338,7 +341,7 @@ def turns_to_learn(
     if is_filled(response) and isinstance(response, str | list):
         before = messages[:-1] if messages[-1].role == "assistant" else messages
         turns = [turn.model_copy(update={"weight": 0}) for turn in before]
-        turns += read_messages(f"{at} response", response, "assistant")
+        turns += read_messages(f"{where} response", response, "assistant")
     learned = [i for i, turn in enumerate(turns) if turn.is_learned and (i or len(turns) == 1)]
     if learned and turns[-1].role == "assistant":
         return turns, learned

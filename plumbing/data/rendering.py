@@ -55,7 +55,7 @@ class Rendering:
             return self.tools
         if self.tools:
             raise UserError(f"{where}: has tools of its own beside --tools")
-        schemas = without_nulls(validate(f"{where}: tools", row["tools"], SCHEMAS, "tool"))
+        schemas = map(without_nulls, validate(f"{where}: tools", row["tools"], SCHEMAS, "tool"))
         tools = [x if "function" in x else {"type": "function", "function": x} for x in schemas]
         if self.has_template:
             with as_user_error(f"{where}: the chat template of --model"):

@@ -35,7 +35,7 @@ class Row(TypedDict, total=False):
 
 # Raise it when a change of the code reads or encodes rows in another way: the names of cache files
 # are hashes of it, too (tests/test_data.py).
-VERSION = 3
+VERSION = 4
 # The columns of a table whose rows are JSON: the place of a row, for messages, and the row.
 AT, LINE = "place", "line of JSON"
 
@@ -281,6 +281,8 @@ def read_parts(flag: str, name: str, split: str) -> list[tuple]:
     entries = first_rows(where, rows) if path.endswith(".json") else []
     if not any("filepath" in row for row in entries):
         return [(path, rows, 1.0)]
+    if len(rows) > len(entries):
+        raise UserError(f"{where}: lists {len(rows)} data sets, of which {len(entries)} are read")
     parts = []
     for entry in validate(where, entries, ENTRIES, "entry"):
         in_folder = os.path.join(os.path.dirname(path), entry.filepath)

@@ -30,6 +30,7 @@ from plumbing.processes import (
     ForkServer,
     Late,
     Processes,
+    Stuck,
 )
 from plumbing.rewards import verifiers
 from plumbing.rewards.functions import Functions
@@ -46,8 +47,9 @@ def finite_or_nan(score) -> float:
 
 
 def values_of(row: Row) -> dict:
-    """Return the columns that a prompt had in its file, and "answer"."""
-    return {**row.get("columns", {}), "answer": row["answer"]}
+    """Return the columns that a prompt had in its file, and "answer", the reference if it has one."""
+    columns = row.get("columns", {})
+    return {**columns, "answer": columns.get("answer") if row["answer"] is None else row["answer"]}
 
 
 def columns_of(rows: list[Row]) -> dict[str, list]:
@@ -357,13 +359,15 @@ class Source:
         """
         raise NotImplementedError
 
-    async def ask(self, seconds: float, method: str, *arguments: Any) -> tuple[Any, str]:
+    async def ask(
+        self, seconds: float, method: str, *arguments: Any, **limits: Any
+    ) -> tuple[Any, str]:
         """Return (what a process answers, ""), or (None, the reason) if the call fails."""
         try:
-            return await self.processes.ask(seconds, method, *arguments), ""
+            return await self.processes.ask(seconds, method, *arguments, **limits), ""
         except Late:
             return None, self.late(seconds)
-        except (Failed, Ended) as error:
+        except (Failed, Ended, Stuck) as error:
             return None, str(error)[:1000]
 
     def late(self, seconds: float) -> str:
@@ -379,8 +383,7 @@ class VerifierSource(Source):
         super().__init__(name, timeout, processes)
         self.verifier = verifiers.verifier(name)
         self.check = self.verifier.check
-        self.most = self.verifier.calls_a_job
-        self.limit = min(timeout, self.verifier.limit)
+        self.most = self.verifier.most
         if name == "code":
             # Less than the call may last: a program that is stuck scores 0, a call that is stuck
             # has no score.
@@ -389,13 +392,14 @@ class VerifierSource(Source):
     async def score(self, samples):
         column = self.verifier.column
         calls = [(final_turn(sample), values_of(sample.row).get(column)) for sample in samples]
-        checked, failure = await self.ask(self.limit, "score", self.check, calls)
-        if failure.startswith("TimeoutError") and self.verifier.limit < math.inf:
+        limit = self.verifier.limit
+        ask = functools.partial(self.ask, self.timeout, "score", self.check, cpu_seconds=limit)
+        checked, failure = await ask(calls)
+        if failure.endswith("CPU time"):
             # Comparing a formula can last forever. Then the response, the only one of the call, gets
             # the score of an empty one, 0. If that takes too long, too, the reference is to blame.
             ((_, reference),) = calls
-            alone = [("", reference)]
-            checked, failure = await self.ask(self.limit, "score", self.check, alone)
+            checked, failure = await ask([("", reference)])
             failure = f"the reference {reference!r:.60} alone: {failure}"
         scores, reason = checked or ([None] * len(calls), failure)
         self.failure = reason or self.failure
@@ -427,8 +431,10 @@ class FunctionSource(Source):
         # The process may be a new one, and the time of a call is not for imports.
         await self.ask(SECONDS_TO_LOAD, "attributes", self.name)
         results, failure = await self.ask(self.timeout, "score", *call)
-        self.failure = failure or self.failure
-        return results or [None] * len(samples)
+        results = results or [None] * len(samples)
+        if failure or any(math.isnan(result["score"]) for result in results):
+            self.failure = failure
+        return results
 
 
 class EpisodeSource(Source):

@@ -21,10 +21,10 @@ class Verifier(NamedTuple):
     # Of the row, whose value `check` gets as second argument; "" if it reads the response only.
     column: str
     package: str = "re"  # that it imports
-    # Seconds of a call, after which the response is wrong if the reference is not to blame.
+    # Seconds of CPU time, after which the response is wrong if the reference is not to blame.
     limit: float = float("inf")
     read: Callable = str  # that column; raises an exception where nothing can be compared with it
-    calls_a_job: int = 1  # more where asking a process takes longer than the check
+    most: int = 1  # responses in a call: more where asking a process takes longer than the check
 
 
 def gsm8k(response: str, answer) -> float:
@@ -59,9 +59,9 @@ def format(response: str, _=None) -> float:
 
 
 SMALL = {
-    "gsm8k": Verifier(gsm8k, "answer", read=reference_number, calls_a_job=64),
-    "exact": Verifier(exact, "answer", read=gold_answer, calls_a_job=64),
-    "format": Verifier(format, "", calls_a_job=64),
+    "gsm8k": Verifier(gsm8k, "answer", read=reference_number, most=64),
+    "exact": Verifier(exact, "answer", read=gold_answer, most=64),
+    "format": Verifier(format, "", most=64),
 }
 # Name of --reward: the module of extras/verifiers/ whose VERIFIER it is.
 MODULES = {

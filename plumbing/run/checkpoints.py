@@ -84,7 +84,7 @@ def save_checkpoint(
         save_folder(path, world, write)
     if world.main and keep:
         for old in checkpoint_folders(folder)[:-keep]:
-            remove_folder(old)
+            replace_folder(old)
 
 
 def save_final(
@@ -240,21 +240,21 @@ def save_folder(folder: str, world: World, write: Callable[[str], None]) -> None
         shutil.rmtree(temporary, ignore_errors=True)
         os.makedirs(temporary)
 
-    def publish() -> None:
-        if os.path.exists(folder):
-            remove_folder(folder)
-        os.rename(temporary, folder)
-
     world.on_main(begin)
     write(temporary)
     world.barrier()
-    world.on_main(publish)
+    world.on_main(replace_folder, folder, temporary)
 
 
-def remove_folder(folder: str) -> None:
-    """Remove a folder. For its readers all files go at once, as it is renamed first."""
+def replace_folder(folder: str, new: str = "") -> None:
+    """Put another folder in the place of a folder, or remove it. For its readers all files go at
+    once, as it is renamed first; a kill while they are deleted loses nothing of the new one.
+    """
     parent, name = os.path.split(folder)
     removed = f"{parent}/.{name}.old"
     shutil.rmtree(removed, ignore_errors=True)  # left by a kill
-    os.rename(folder, removed)
+    if os.path.exists(folder):
+        os.rename(folder, removed)
+    if new:
+        os.rename(new, folder)
     shutil.rmtree(removed, ignore_errors=True)

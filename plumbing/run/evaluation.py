@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from plumbing.data.rows import Row
+from plumbing.rollout.batch import Batch
 from plumbing.rollout.sampler import Sampler
 from plumbing.run.metrics import batch_metrics, correct_responses, nanmean, sample_rows
 
@@ -27,14 +28,17 @@ def evaluate(sampler: Sampler, rows: list[Row]) -> tuple[dict[str, float], list[
             top_p=args.eval_top_p or args.top_p,
         )
     key = ("evaluation", args.seed)
-    greedy = sampler.rollout(rows, 0, key, greedy=True)
-    sampled = sampler.rollout(rows, args.eval_samples, key)
+    both = sampler.rollout(rows, args.eval_samples, key, greedy=True)
+    greedy, sampled = (
+        Batch.from_samples([x for x in both.samples if x.greedy == kind], both.scores.device)
+        for kind in (True, False)
+    )
     metrics = {}
     if reward_sources.verifiers:
         correct = correct_responses(sampled, reward_sources)  # (rows * eval_samples,)
         metrics["eval/greedy_accuracy"] = nanmean(correct_responses(greedy, reward_sources))
         metrics["eval/accuracy"] = nanmean(correct)
-        metrics |= pass_rates(correct.view(len(rows), args.eval_samples))
+        metrics |= pass_at_ks(correct.view(len(rows), args.eval_samples))
         datasets = [sample.row.get("dataset") for sample in sampled.samples]
         if len(set(datasets)) > 1:
             for dataset in dict.fromkeys(datasets):
@@ -47,7 +51,7 @@ def evaluate(sampler: Sampler, rows: list[Row]) -> tuple[dict[str, float], list[
     return metrics, sample_rows(sampled, max(4, args.log_samples), every=args.eval_samples)
 
 
-def pass_rates(correct: Tensor) -> dict[str, float]:
+def pass_at_ks(correct: Tensor) -> dict[str, float]:
     """Return eval/pass@k, the mean over prompts, for k = 2, 4, ... up to the number of samples.
 
     Args:

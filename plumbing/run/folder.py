@@ -121,7 +121,7 @@ def open_folder(origin: Origin, args: RunArgs, script: str, ranks: int, step: in
     # Another run of this name may have begun while this one loaded its models.
     with as_user_error(f"--run_name {os.path.basename(folder)}"):
         os.makedirs(folder, exist_ok=args.resume)
-    lock(folder)
+        lock(folder)
     for unfinished in Path(folder).glob("checkpoints/.*"):
         shutil.rmtree(unfinished)
     # Later steps are run again. The row of the checkpoint's step, and the samples of its evaluation,

@@ -19,7 +19,7 @@ from typing import Any, Callable, Iterable, Iterator
 import numpy as np
 from tqdm import tqdm
 
-from plumbing.run.ranks import begin_phase
+from plumbing.run.ranks import begin_phase, status
 from utils import UserError, World, as_user_error, first_line, one_line, say, warn
 
 # Metrics that the progress bar, or the line of a step, shows if a run has them.
@@ -49,8 +49,8 @@ CURVES = {
     "val/sequence_lengths": "response length (tokens)",
     "loss/grad_norm": "gradient norm",
 }
-# Lowest and highest usual mean of a metric over the last ten steps; docs/metrics.md says what else
-# it means. "stopped": share of the sampled responses, as in the line of a step.
+# Lowest and highest usual mean of a metric over ten steps; docs/metrics.md says what another one may
+# mean. "stopped": share of the sampled responses, as in the line of a step.
 USUAL = {
     "stopped": (0.5, 1.0),
     "val/zero_std_fraction": (0.0, 0.8),
@@ -62,7 +62,6 @@ USUAL = {
     "rollout/left_out": (0.0, 0.5),
     "stop_reason/error": (0.0, 0.05),
 }
-PATIENCE = 30  # minutes: if a run on a CPU takes longer, a line says how to make it as short
 # The name of a metric or score whose source is a file's function or a server. Its groups are the
 # parts that logs keep.
 SOURCE = r"^((?:eval/)?reward(?:_\w+)?/|)(?:(?:.*/)?(?=[^/]+\.py:[\w.]+(?:/\w+)?$)|https?://(?:[^/?#]*@)?([^?#]*).*)"
@@ -146,16 +145,15 @@ class RunLog:
     def phase(self, name: str) -> None:
         """Begin a phase, which the progress bar shows."""
         begin_phase(name, self.world)
-        self.name = name
         self.next_show = time.monotonic() + self.show_every  # when `show` is due
         self.progress.set_description(name)
 
     def show(self, ended: int, total: int) -> None:
         """Show how many responses of the phase have ended."""
         self.next_show = time.monotonic() + self.show_every
-        self.progress.set_description(f"{self.name} {ended}/{total}")
+        self.progress.set_description(f"{status.phase} {ended}/{total}")
         if self.progress.disable:
-            say(f"{self.name}: {ended} of {total} responses have ended")
+            say(f"{status.phase}: {ended} of {total} responses have ended")
 
     def log(self, metrics: dict) -> None:
         """Log the metrics of a step, "step" among them: to metrics.jsonl, where null stands for what
@@ -171,7 +169,8 @@ class RunLog:
         values = {}
         if step:
             self.latest.append(row)
-            values["left"] = f"{self._minutes_left(row)} min"
+            seconds = fmean(each["time/step"] for each in self.latest)
+            values["left"] = f"{math.ceil(seconds * (self.progress.total - step) / 60)} min"
         if "val/sampled_prompts" in row:
             responses = row["val/sampled_prompts"] * self.args.group_size
             values["stopped"] = f"{row['val/num_stop_token_ids']}/{responses}"
@@ -185,53 +184,22 @@ class RunLog:
         if self.progress.disable:
             line = ", ".join(map("=".join, values.items()))
             print(f"step {step} of {self.progress.total}: {line}", flush=True)
-        if step == 1 and "val/sampled_prompts" in row:
-            self._warn_if_nothing_stops(row)
-        if step:
-            self._warn_of_troubles()
+        if len(self.latest) == self.latest.maxlen:
+            self._warn_of_unusual()
 
-    def _minutes_left(self, row: dict) -> int:
-        """Return how many minutes the steps that are left take; after the first step, print how to
-        make a long run on a CPU shorter.
+    def _warn_of_unusual(self) -> None:
+        """Warn, once per run, of each metric whose mean over the last steps is not in its range of
+        USUAL.
         """
-        step = row["step"]
-        seconds = fmean(each["time/step"] for each in self.latest)
-        minutes = math.ceil(seconds * (self.progress.total - step) / 60)
-        if step == 1 and self.world.device.type == "cpu" and minutes > PATIENCE:
-            size = row.get("episode", 0) * max(1, int(60 * PATIENCE / seconds))
-            shorter = f"; --total_episodes {size} ends in {PATIENCE}" if size else ""
-            say(f"on this machine the run takes about {minutes} minutes{shorter}")
-        return minutes
-
-    def _warn_if_nothing_stops(self, row: dict) -> None:
-        """Warn if --non_stop_penalty has replaced all scores of the first step."""
-        penalty = self.args.penalty_reward_value or 0.0
-        if row["val/num_stop_token_ids"] or not self.args.non_stop_penalty:
-            return
-        if row["objective/scores"] == penalty:  # otherwise rewards below 0 are left
-            warn(
-                f"step 1: no response stops, so all scores are {penalty:g} by --non_stop_penalty, whatever the "
-                "rewards: try a higher --max_response_length, or prompts that ask for shorter answers"
-            )
-
-    def _warn_of_troubles(self) -> None:
-        """Warn, once per run, of a trouble that ten steps in a row have."""
-        if len(self.latest) != self.latest.maxlen:
-            return
-        # (steps,), NaN for None
-        column = lambda name: np.array([row.get(name) for row in self.latest], dtype=float)
-        equal_scores = column("val/zero_std_fraction") == 1
-        no_stops = column("val/num_stop_token_ids") == 0
-        cut_off_is_best = column("reward/cut_off") > column("reward/stopped")
-        troubles = {
-            "all responses to a prompt score alike: try another --temperature": equal_scores,
-            "no response stops: try a higher --max_response_length": no_stops,
-            "cut-off responses score best: try a lower --penalty_reward_value": cut_off_is_best,
-        }
-        for trouble, found in troubles.items():
-            if found.all() and trouble not in self.warned:
-                self.warned.add(trouble)
-                warn(f"steps {self.latest[0]['step']} to {self.latest[-1]['step']}: {trouble}")
+        for name, (low, high) in USUAL.items():
+            values = [row[name] for row in self.latest if row.get(name) is not None]
+            if values and name not in self.warned and not low <= fmean(values) <= high:
+                self.warned.add(name)
+                warn(
+                    f"steps {self.latest[0]['step']} to {self.latest[-1]['step']}: {name} is "
+                    f"{fmean(values):.3g} (usual: {low:g} to {high:g}); docs/metrics.md#usual-ranges "
+                    "says what it may mean"
+                )
 
     def samples(self, step: int, rows: Iterable[dict], name: str = "samples.jsonl") -> None:
         """Append rows to samples.jsonl, to held_out.jsonl for samples of an evaluation, or to
@@ -291,16 +259,15 @@ class RunLog:
                 first_and_last = dict.fromkeys((values[0], values[-1]))  # one if they are the same
                 print(f"{title}: {', '.join(first_and_last)}")
         self._print_answers()
-        if remarks := unusual(self.latest):
-            print(
-                f"look at {', '.join(remarks)}: docs/metrics.md#usual-ranges says what it may mean"
-            )
+        self._warn_of_unusual()
         if os.path.exists(path := f"{self.folder}/curves.png"):
             print(f"curves: {path}", flush=True)
         self.track(lambda library: library.finish())
 
     def _print_answers(self) -> None:
-        """Print three held-out prompts with their responses in the first and the last evaluation."""
+        """Print three held-out prompts with their responses in the first and the last evaluation. A
+        resume may have changed the prompts.
+        """
         evaluations: dict[int, dict] = {}  # step: {prompt: response}
         for row in read_log(self.folder, "held_out.jsonl"):
             if "response" in row:
@@ -308,29 +275,20 @@ class RunLog:
         if len(evaluations) < 2:
             return
         first, *_, last = evaluations.values()
-        prompts = [*first]
-        for prompt in prompts[:: math.ceil(len(prompts) / 3)]:
+        prompts = [prompt for prompt in first if prompt in last]
+        for prompt in prompts[:: math.ceil(len(prompts) / 3) or 1]:
             print(f"prompt: {shortened(one_line(prompt))}")
             for name, responses in (("before", first), ("after", last)):
                 print(f"    {name}: {shortened(one_line(responses[prompt]))}")
 
 
-def unusual(rows: Iterable[dict]) -> list[str]:
-    """Return the metrics whose mean over some steps is not in its range of USUAL, each as text."""
-    remarks = []
-    for name, (low, high) in USUAL.items():
-        values = [row[name] for row in rows if row.get(name) is not None]
-        if values and not low <= fmean(values) <= high:
-            remarks.append(f"{name} {fmean(values):.3g} (usual: {low:g} to {high:g})")
-    return remarks
-
-
-def shortened(x: Any) -> str:
-    """Return a value as text for the console. A long text keeps both ends: a prompt ends with the
-    question, a response with the answer.
+def shortened(x: Any, most: int = 400) -> str:
+    """Return a value as text for the console, of `most` characters. A long text keeps both ends: a
+    prompt ends with the question, a response with the answer.
     """
     text = f"{x:g}" if isinstance(x, float) else str(x)
-    return text if len(text) <= 400 else f"{text[:200]} ... {text[-200:]}"
+    half = most // 2
+    return text if len(text) <= most else f"{text[:half]} ... {text[-half:]}"
 
 
 def check_track(name: str) -> None:

@@ -12,12 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from plumbing.rewards.sources import RewardSources
 from plumbing.rollout.batch import Batch
-from plumbing.run.log import USUAL
-from utils import Sums, warn
-
-# Mean difference of probabilities above which the engine does not sample from the trained policy.
-# bfloat16 alone was seen to give 0.011.
-MOST_MISMATCH = USUAL["rollout/prob_diff_mean"][1]
+from utils import Sums
 
 
 def nanmean(values: Tensor) -> float:
@@ -115,11 +110,13 @@ def add_rollout(
 
 def mismatch_metrics(total: dict[str, float], step: int, batch: Batch) -> dict[str, float]:
     """Return how far engine and trainer differ, and how old the policies are that sampled the
-    tokens; warn if engine and trainer differ although they have the same weights.
+    tokens; {} if no policy has sampled any of them.
 
     Args:
         total: of the sums of `add_rollout`.
     """
+    if total["compared"] == 0:
+        return {}
     metrics: dict[str, float] = {"rollout/staleness": 0}
     if "policy_steps" in batch.tokens:  # of an engine
         # distill.py also learns responses of the data set, which no policy has sampled.
@@ -132,17 +129,10 @@ def mismatch_metrics(total: dict[str, float], step: int, batch: Batch) -> dict[s
             "rollout/staleness_max": ages[sampled].max().item(),
             "rollout/mixed_policies": (ages > newest).any(1).double().mean().item(),
         }
-    difference = total["mismatch_probability"] / total["compared"]
-    if difference > MOST_MISMATCH and metrics["rollout/staleness"] == 0:
-        warn(
-            f"step {step}: rollout and trainer differ by {difference:.3f} in a token's mean probability. --top_p, "
-            "--repetition_penalty, --min_response_length and --rollouts_from do that; else try --precision "
-            "float32, or --rollout_backend hf to see which is wrong"
-        )
     return metrics | {
         "rollout/logprob_diff_mean": total["mismatch"] / total["compared"],
         "rollout/logprob_diff_max": total["max_mismatch"],
-        "rollout/prob_diff_mean": difference,
+        "rollout/prob_diff_mean": total["mismatch_probability"] / total["compared"],
     }
 
 

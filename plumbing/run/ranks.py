@@ -29,7 +29,7 @@ class Status:
 
     phase: str = "start"
     # Called after an exception: saves what it can, and returns what to say about it.
-    rescue: Callable[[], str] = str
+    rescue: Callable[[], str] = lambda: ""
     late: str = ""  # which ranks the others wait for
 
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase
 
 import utils
-from plumbing.data.cache import LISTS, column
+from plumbing.data.cache import LISTS, numbers_of
 from plumbing.models import loading, speed
 from plumbing.rollout.batch import Batch
 from plumbing.run import checkpoints, folder, ranks
@@ -88,6 +88,7 @@ class Run:
         # weight has changed since the step, and optimizers: their counters.
         self.state: dict[str, Any] = {
             "step": 0,
+            "episode": 0,
             "seconds": 0.0,
             "metrics": {},
             "results": {},
@@ -120,7 +121,7 @@ class Run:
         """
         named = {"rows to train on": rows, "held-out rows": held_out, "supervised rows": supervised}
         for name, part in named.items():
-            lengths = column(part, *LISTS).tolist() if part else []
+            lengths = numbers_of(part, *LISTS).tolist() if part else []
             self.log.lengths(self.state["step"], name, lengths)
         size = self.prompts_per_step or self.args.batch_size
         passes = f"{self.total_steps * size / len(rows):.3g} passes over {len(rows):,} rows"
@@ -139,8 +140,8 @@ class Run:
         if before not in (None, self.state["rows"]):
             self.state.pop("pass_rates", None)  # by the places of the rows
             utils.warn(
-                "--resume: the rows to train on, or what encodes them, have changed: they may come in "
-                "another order, and no prompt has a pass rate"
+                "--resume: the rows to train on have changed: they may come in another order, and no "
+                "prompt has a pass rate"
             )
 
     def steps(self) -> Iterator[int]:
@@ -204,8 +205,9 @@ class Run:
         )
         if due and best:
             if best not in results:
-                found = ", ".join(results) or "no rows"
-                self.fail(f"--keep_best {best}: is none of the evaluation's metrics, {found}")
+                self.fail(
+                    f"--keep_best {best}: is none of the evaluation's metrics, {', '.join(results)}"
+                )
             value = results[best]
             highest = self.state.get(best, -math.inf)
             if step and value is not None and value > highest:
@@ -217,8 +219,7 @@ class Run:
         if metrics:
             counts = {"step": step}
             if self.prompts_per_step:
-                responses = self.prompts_per_step * getattr(self.args, "group_size", 1)
-                counts["episode"] = step * responses
+                counts["episode"] = self.state["episode"]
             self.log.log(counts | metrics)
         self.log.samples(step, self.state["held_out"], "held_out.jsonl")
         if self.state["results"] and step < self.total_steps:  # `RunLog.close` draws at the end
@@ -267,6 +268,8 @@ class Run:
         metrics = metrics | self.clock.metrics(tokens)
         flops = 6 * self.models[""].num_parameters() * trained_tokens / self.world.size
         metrics["perf/mfu"] = flops / metrics["time/training"] / self.product_flops
+        responses = (self.prompts_per_step or 0) * getattr(self.args, "group_size", 1)
+        self.state["episode"] += responses  # a resume may have other flags
         self.state.update(
             step=self.state["step"] + 1, metrics=metrics, results={}, evaluated=False, **state
         )

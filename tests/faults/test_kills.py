@@ -42,7 +42,7 @@ RUNNING = {
 }
 LOADING = {"checkpoints.load_checkpoint": 1, "checkpoints.load_optimizer": 1}  # a checkpoint
 OF_RANK_0 = {"folder.find_origin", "folder.open_folder", "os.rename", "log.append"}
-SAMPLING = {"grpo.generate": 4, "sources.Scoring.finish": 4, "grpo.forward_batch": 3}
+SAMPLING = {"grpo.generate": 3, "sources.Scoring.finish": 3, "grpo.forward_batch": 3}
 GAME = {"environment": helpers.GAME, "reward": "episode", "max_response_length": 30}
 RANKS = {"micro_batch_tokens": 200, "num_epochs": 1}
 # Script, ranks, flags, and what instants come after besides RUNNING.
@@ -56,13 +56,13 @@ KINDS = {
         "ppo",
         1,
         MOVING | OF_PPO,
-        {"ppo.generate": 4, "ppo.forward_batch": 4, "ppo.update_critic": 4},
+        {"ppo.generate": 3, "ppo.forward_batch": 4, "ppo.update_critic": 4},
     ),
     "rloo": (
         "rloo",
         1,
         MOVING | {"advantage": "remax"},
-        {"rloo.generate": 6, "rloo.forward_batch": 3},
+        {"rloo.generate": 4, "rloo.forward_batch": 3},
     ),
 }
 
