@@ -15,7 +15,6 @@ call has changed, class of the exception, its arguments]. Before it answers, a p
 requests of its own. The sandbox runs this file once, then `main` in both.
 """
 
-import ast
 import builtins
 import contextlib
 import functools
@@ -332,6 +331,8 @@ def tell_copies(asserts: str, defined: set[str]) -> bool:
     """Return whether asserts do what may tell an object from a copy of it: more than comparing
     values, or giving a name of the program or of Python another value.
     """
+    import ast  # slow, and for asserts that fail only
+
     for node in ast.walk(ast.parse(asserts)):
         match node:
             case (
