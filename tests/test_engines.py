@@ -54,14 +54,14 @@ class StandIn:
     metrics = lambda self: {}
 
 
-@pytest.mark.parametrize("async_steps, call, step", [(0, 4, 1), (0, 5, 2), (1, 6, 2)])
+@pytest.mark.parametrize("async_steps, call, step", [(0, 3, 1), (0, 4, 2), (1, 5, 2)])
 def test_a_failure_ends_the_run_with_the_step_saved(
     tmp_path, monkeypatch, capsys, async_steps, call, step
 ):
     """In a rollout and in an evaluation, also where a rollout is one step ahead; then the run can
     go on.
 
-    Calls: 2 of the evaluation at step 0, the rollouts of steps 1 and 2, 2 at step 2, and so on.
+    Calls: the evaluation at step 0, the rollouts of steps 1 and 2, the evaluation at step 2, and so on.
     """
     values = {
         **workspace(tmp_path),
@@ -80,7 +80,8 @@ def test_a_failure_ends_the_run_with_the_step_saved(
     use(StandIn(fails_at=call))
     capsys.readouterr()
     line = helpers.refused(capsys, run_here, stopped)
-    assert line == "error: --rollout_backend vllm: vLLM failed (RuntimeError: it broke)"
+    saved = f"step {step} is saved, continue with --resume"
+    assert line == f"error: --rollout_backend vllm: vLLM failed (RuntimeError: it broke); {saved}"
     assert steps_of(stopped) == [f"step_{step}"]
     use(StandIn())
     run_here({**stopped, "resume": True})

@@ -170,7 +170,7 @@ def test_weights_arrive_while_requests_run(engine):
     servers, model = engine
     args = replace(ARGS, max_response_length=200)
     difference, of_others, mixed = sync_in_flight(servers, model, prompts(40), args)
-    assert difference < 1e-4 and of_others > 0.1 and mixed > 0
+    assert difference < 1e-3 and of_others > 0.1 and mixed > 0
 
 
 def test_an_interrupt_ends_a_rollout(engine):
@@ -180,7 +180,7 @@ def test_an_interrupt_ends_a_rollout(engine):
 
     def interrupted() -> bool:
         tasks.append(len(asyncio.all_tasks(servers.loop)))
-        return len(tasks) > 1010
+        return len(tasks) > 10
 
     assert sample(servers, prompts(1000), list(range(1000)), interrupted, **LONG) is None
     assert 1500 < max(tasks) < 1600
@@ -452,5 +452,5 @@ def test_a_server_that_is_killed_ends_an_asynchronous_run(running, tmp_path, cap
 
     threading.Thread(target=kill, daemon=True).start()
     line = refused(capsys, helpers.run_here, values, noisy=True)
-    assert line.startswith(f"error: --rollout_backend server: vLLM failed (RuntimeError: {url}: ")
+    assert line.startswith(f"error: --rollout_backend server: vLLM failed (RuntimeError: {url}/")
     assert len(helpers.steps_of(values)) == 1 and len(helpers.metrics_of(values)) >= 3

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from plumbing.data.cache import check_rows_fit, encode_rows, leave_out, numbers_of
 from plumbing.data.encoding import Text
-from plumbing.data.formats import PROMPTS, is_filled, read_prompt
+from plumbing.data.formats import PROMPTS, read_prompt
 from plumbing.data.messages import Message, read_messages
 from plumbing.data.mixture import stream
 from plumbing.data.prompts import SHORT, without
@@ -115,7 +115,7 @@ def read_pair(where: str, row: dict) -> list[list[Message]]:
     """
     if "response" in row and "sort" in row:
         row = read_ranked(where, row)
-    filled = (name for name in PROMPTS if is_filled(row.get(name)))
+    filled = (name for name in PROMPTS if row.get(name) not in (None, "", []))
     column = next(filled, None)
     prompt = read_messages(where, read_prompt(where, row, column)) if column else []
     sides = [read_side(where, name, row.get(name), prompt) for name in SIDES]

@@ -22,7 +22,7 @@ PHASES = {  # where a rank ends -> the phase that it is in
     "tokenizer.load_tokenizer:1": "load",
     "loading.load_model:2": "load",  # the reference
     "torch.searchsorted:3": "evaluation",
-    "sources.Scoring.finish:3": "rollout",
+    "sources.Scoring.finish:2": "rollout",
     "grpo.forward_batch:1": "logprobs",
     "utils.Optimizer.step:1": "training",
     "checkpoints.save_model:1": "save",

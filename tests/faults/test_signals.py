@@ -117,7 +117,7 @@ from plumbing.run import log as run_log
 from plumbing.run.command import parse, report_errors
 
 def send(calls):
-    if calls == 3 and os.environ["RANK"] == "0":
+    if calls == 2 and os.environ["RANK"] == "0":
         os.kill(int(open({torchrun!r}).read()), signal.SIGTERM)
         while not passed_on:
             time.sleep(0.05)
