@@ -15,10 +15,10 @@ from pathlib import Path
 from conftest import ROOT
 
 SCRIPTS = {
-    "grpo": 6_110,
-    "rloo": 5_260,
-    "ppo": 6_550,
-    "distill": 4_140,
+    "grpo": 5_940,
+    "rloo": 5_100,
+    "ppo": 6_400,
+    "distill": 3_810,
     "reward_model": 1_900,
     "utils": 3_320,
 }
@@ -88,15 +88,15 @@ def table() -> dict[str, tuple[int, int]]:
     plumbing = [path for path in ROOT.glob("plumbing/**/*.py") if path.read_text()]
     everything = ("*.py", "plumbing/**/*.py", "extras/**/*.py", "scripts/**/*.py", "assets/**/*.py")
     rows = {
-        "Python outside tests, tokens": (tokens(*everything), 109_090),
-        "plumbing/, tokens": (tokens("plumbing/**/*.py"), 44_370),
-        "extras/, tokens": (tokens("extras/**/*.py"), 24_300),
+        "Python outside tests, tokens": (tokens(*everything), 109_010),
+        "plumbing/, tokens": (tokens("plumbing/**/*.py"), 44_660),
+        "extras/, tokens": (tokens("extras/**/*.py"), 24_520),
         "plumbing/, files": (len(plumbing), 37),
         "plumbing/, files outside of its folders": (
             sum(path.parent.name == "plumbing" for path in plumbing),
             3,
         ),
-        "tests/, tokens": (tokens("tests/**/*.py"), 155_300),
+        "tests/, tokens": (tokens("tests/**/*.py"), 156_600),
         "JavaScript of the report, lines": (lines("assets/report/*.js"), 300),
         "style and page of the report, lines": (
             lines("assets/report/*.css", "assets/report/*.html"),
