@@ -39,10 +39,9 @@ async def ask_server(
     Args:
         key: environment variable with the key that is sent along.
     """
-    headers = {
-        "Authorization": f"Bearer {os.environ.get(key, '')}",
-        "Content-Type": "application/json",
-    }
+    headers = {"Content-Type": "application/json"}
+    if os.environ.get(key):
+        headers["Authorization"] = f"Bearer {os.environ[key]}"
     limits = aiohttp.ClientTimeout(timeout, sock_connect=10.0)
     content = None if body is None else json.dumps(body, default=str)
     begin = 0.0

@@ -367,18 +367,17 @@ def test_a_finished_run_changes_nothing(whole, tmp_path, capsys, save_every):
     )
 
 
-# what raises at its n-th call; in a step are one call of `generate`, in an evaluation two; and four
-# updates
+# what raises at its n-th call; in a step and in an evaluation is one call of `generate`, and in a step
+# are four updates
 PLACES = [
-    ("grpo.generate", 4, AssertionError, "; step 2 is saved, continue with --resume)"),
-    ("grpo.generate", 4, utils.UserError, "; step 2 is saved, continue with --resume"),
-    ("utils.Optimizer.step", 9, AssertionError, "; step 2 is saved"),
-    ("torch.optim.AdamW.step", 9, AssertionError, "; nothing is saved"),
+    ("grpo.generate", 4, "; step 2 is saved, continue with --resume)"),
+    ("utils.Optimizer.step", 9, "; step 2 is saved"),
+    ("torch.optim.AdamW.step", 9, "; nothing is saved"),
 ]
 
 
-@pytest.mark.parametrize("place, call, kind, said", PLACES)
-def test_an_exception_in_a_step(whole, tmp_path, monkeypatch, capsys, place, call, kind, said):
+@pytest.mark.parametrize("place, call, said", PLACES)
+def test_an_exception_in_a_step(whole, tmp_path, monkeypatch, place, call, said):
     """The steps before are saved unless a weight may have changed since; the run goes on as if
     nothing had been.
     """
@@ -388,19 +387,13 @@ def test_an_exception_in_a_step(whole, tmp_path, monkeypatch, capsys, place, cal
 
     def raises(*args, **options):
         calls.append(1)
-        if len(calls) == call:
-            raise kind("no")
+        assert len(calls) != call
         return original(*args, **options)
 
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, pytest.raises(AssertionError) as error:
         patch.setattr(place, raises)
-        if kind is utils.UserError:
-            told = helpers.refused(capsys, run_here, values, noisy=True)
-        else:
-            with pytest.raises(kind) as error:
-                run_here(values)
-            (told,) = error.value.__notes__
-    assert said in told and len(calls) == call
+        run_here(values)
+    assert said in error.value.__notes__[0] and len(calls) == call
     if "nothing" not in said:
         run_here({**values, "resume": True})
         helpers.assert_same_run(values, whole)

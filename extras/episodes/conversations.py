@@ -247,8 +247,8 @@ class Conversations:
     async def _converse(
         self, conversation: Conversation, process: ToolProcess, sample: Callable
     ) -> str:
-        """Have a conversation, and return its stop reason; "" once `sample` returns None, as it was
-        interrupted.
+        """Have a conversation, and return its stop reason; "" once `sample` returns None, as the
+        engine has failed.
 
         Args:
             process: of the tools and the environment.

@@ -126,9 +126,9 @@ class TurnTemplate:
             )
             found = message.get("tool_calls", [])
             calls = [read_call(value) for call in found for value in listed(call["function"])]
+            said = message.get("content", "").strip()
         except Exception as error:  # of any type: the model may write anything
             return "", [f"the call cannot be read ({first_line(error.__cause__ or error)})"]
-        said = message.get("content", "").strip()
         if thought := message.get("thinking"):
             said = f"<think>\n{thought}\n</think>\n\n{said}"
         for token in self.tokenizer.all_special_tokens:

@@ -3,7 +3,8 @@ as words.
 
 math-verify parses LaTeX and compares expressions. This file decides what it reads: an answer
 becomes a value, a unit and words. docs/data_and_rewards.md has the rules. Comparing a formula can
-last forever: the caller kills the process of a check after LIMIT seconds.
+last forever: the caller kills the process of a check after LIMIT seconds
+of CPU time.
 """
 
 import re
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 from plumbing.rewards.answers import final_text, gold_answer, last_boxes, plain_number
 from plumbing.rewards.verifiers import Verifier
 
-LIMIT = 5.0  # seconds
+LIMIT = 5.0  # seconds of CPU time
 LONGEST = 500  # characters of an answer that is compared
 
 

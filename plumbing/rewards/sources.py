@@ -366,14 +366,10 @@ class Source:
         try:
             return await self.processes.ask(seconds, method, *arguments, **limits), ""
         except Late:
-            return None, self.late(seconds)
+            flag = "--timeout " if seconds == self.timeout else ""
+            return None, f"TimeoutError: no result within {flag}{seconds:g} s"
         except (Failed, Ended, Stuck) as error:
             return None, str(error)[:1000]
-
-    def late(self, seconds: float) -> str:
-        """Return what is said of a call that took longer than so many seconds."""
-        flag = "--timeout " if seconds == self.timeout else ""
-        return f"TimeoutError: no result within {flag}{seconds:g} s"
 
 
 class VerifierSource(Source):

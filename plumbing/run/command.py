@@ -139,10 +139,9 @@ def report_errors() -> Iterator[None]:
     """Turn what a command raises into its exit code.
 
     A UserError, and what `as_known` explains, prints one line and exits with 2; Interrupted exits
-    with 75. Anything else is raised again, with the rank and the phase, and reported to torchrun. A
-    run saves the steps before.
+    with 75. Anything else is raised again, with the rank and the phase, and reported to torchrun.
     """
-    status.rescue = lambda: ""  # an earlier run in this process has left its own
+    status.rescue = str  # an earlier run in this process has left its own
     handler = errors.get_error_handler()  # torchrun's
     handler.initialize()
     try:
@@ -150,17 +149,17 @@ def report_errors() -> Iterator[None]:
     except Interrupted:
         sys.exit(EXIT_INTERRUPTED)
     except Exception as error:
-        place = f"rank {os.environ.get('RANK', '0')} of {os.environ.get('WORLD_SIZE', '1')}, "
-        place += f"in the phase {status.phase!r}"
-        saved = status.rescue()
-        known = error if isinstance(error, UserError) else as_known(error, place)
-        if known is None:
-            error.add_note(f"({place}{saved})")
-            handler.record_exception(error)
-            raise
-        if known.local or os.environ.get("LOCAL_RANK", "0") == "0":
-            message = shortened(one_line(str(known)), 900)
-            tqdm.write(f"error: {message}{saved}", sys.stderr)
+        if not isinstance(error, UserError):
+            place = f"rank {os.environ.get('RANK', '0')} of {os.environ.get('WORLD_SIZE', '1')}, "
+            place += f"in the phase {status.phase!r}{status.rescue()}"
+            known = as_known(error, place)
+            if known is None:
+                error.add_note(f"({place})")
+                handler.record_exception(error)
+                raise
+            error = known
+        if error.local or os.environ.get("LOCAL_RANK", "0") == "0":
+            tqdm.write(f"error: {shortened(one_line(str(error)), 900)}", sys.stderr)
         sys.exit(2)
     finally:
         faulthandler.cancel_dump_traceback_later()

@@ -29,7 +29,7 @@ class Status:
 
     phase: str = "start"
     # Called after an exception: saves what it can, and returns what to say about it.
-    rescue: Callable[[], str] = lambda: ""
+    rescue: Callable[[], str] = str
     late: str = ""  # which ranks the others wait for
 
 

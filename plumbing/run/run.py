@@ -241,7 +241,7 @@ class Run:
         Args:
             key: of the rollout, see `plumbing.rollout.sampler.Sampler.rollout`.
         """
-        # A key is name, seed and, of a rollout, the step. Each rollout of an evaluation is shown.
+        # A key is name, seed and, but for an evaluation, the step.
         steps = {"rollout": (self.state["step"] + 1,), "evaluation": ()}
         if steps.get(self.clock.phase) == key[2:3] and time.monotonic() > self.log.next_show:
             self.log.show(ended, total)
