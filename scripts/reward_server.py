@@ -20,12 +20,12 @@ import math
 import socket
 from collections import defaultdict
 from types import SimpleNamespace
-from typing import Annotated, Iterator, Literal
+from typing import Iterator, Literal
 
 import repository  # noqa: F401
 from aiohttp import web
 from aiohttp.log import server_logger
-from pydantic import BaseModel, Field, FiniteFloat, model_validator
+from pydantic import BaseModel, FiniteFloat, model_validator
 from pydantic.dataclasses import dataclass
 from server_key import has_key, require_key
 from yarl import URL
@@ -82,7 +82,7 @@ class Request(BaseModel):
     tgt: list[str | bool | int | FiniteFloat | None]
     response: list[str]
     messages: list[list[dict] | None] | None = None
-    turns: list[Annotated[list[Turn], Field(min_length=1)]] | None = None
+    turns: list[list[Turn]] | None = None
     columns: dict[str, list] = {}
 
     @model_validator(mode="after")

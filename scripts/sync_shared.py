@@ -76,8 +76,7 @@ def main(source: Path, targets: tuple[Path, ...] = (), /, only: tuple[str, ...] 
     Args:
         source: script to copy from.
         targets: files to copy into; default: the other scripts.
-        only: copy these parts and no others. Without it, other files than the scripts stay as they
-            are.
+        only: copy these parts and no others. Without it, only the scripts beside the source change.
     """
     scripts = [source.resolve().with_name(name) for name in SCRIPTS if name != source.name]
     for path in targets or scripts:

@@ -57,8 +57,9 @@ class Args:
 def main(args: Args, others: list[str]) -> None:
     with utils.as_user_error(f"--host {args.host}"):
         require_key(args.host, "VLLM_API_KEY")
-        if any(word.startswith("--host") for word in others):
-            raise ValueError("it has to stand before the --")
+        # vLLM also reads a part of a name, and a file of flags.
+        if any(word.startswith(("--ho", "--config")) for word in others):
+            raise ValueError("it has to stand before the --, and --config is not read")
     options = {
         "model": args.model,
         "host": args.host,

@@ -147,6 +147,13 @@ def missing(scores: list[float]) -> list[int]:
 # ---- what is sent --------------------------------------------------------------------------------
 
 
+def test_an_address_with_a_password(serve, monkeypatch):
+    """A proxy may ask for it; no key of the server goes along."""
+    monkeypatch.delenv("REWARD_API_KEY", raising=False)
+    server = serve(right)
+    assert ask(server.url.replace("//", "//user:word@"), 2)[0] == [0.0, 1.0]
+
+
 def test_questions(serve):
     server = serve(right)
     assert ask(server.url, 0) == ([], "") and not server.asked

@@ -30,7 +30,12 @@ async def ranks(prompt: str, responses: list[str]) -> list[float | None]:
         async with aiohttp.request("POST", URL, json=request, headers=KEY) as answer:
             answer.raise_for_status()
             text = (await answer.json())["choices"][0]["message"]["content"]
-    except (aiohttp.ClientError, TimeoutError) as error:  # the other groups keep their scores
+    except (
+        aiohttp.ClientError,
+        TimeoutError,
+        ValueError,
+        LookupError,
+    ) as error:  # the other groups keep their scores
         print(f"warning: the judge: {error!r}", file=sys.stderr)
         return [None] * len(responses)
     order = list(map(int, re.findall(r"\d+", text.rpartition("Ranking:")[2])))
