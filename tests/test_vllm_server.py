@@ -400,8 +400,8 @@ def test_a_server_that_others_reach_requires_a_key(capsys, monkeypatch):
     args = vllm_server.Args(model="model", host="0.0.0.0")
     assert "VLLM_API_KEY" in refused(capsys, lambda: vllm_server.main(args, []))
     args = vllm_server.Args(model="model")
-    others = ["--host=0.0.0.0"]
-    assert "has to stand before" in refused(capsys, lambda: vllm_server.main(args, others))
+    for word in ("--host=0.0.0.0", "--hos=0.0.0.0", "--config=flags.yaml"):
+        assert "has to stand before" in refused(capsys, lambda: vllm_server.main(args, [word]))
     with pytest.raises(ValueError, match="port"):
         vllm_server.Args(model="model", port=0)
 
