@@ -401,7 +401,7 @@ def test_a_server_that_others_reach_requires_a_key(capsys, monkeypatch):
     assert "VLLM_API_KEY" in refused(capsys, lambda: vllm_server.main(args, []))
     args = vllm_server.Args(model="model")
     for word in ("--host=0.0.0.0", "--hos=0.0.0.0", "--config=flags.yaml"):
-        assert "has to stand before" in refused(capsys, lambda: vllm_server.main(args, [word]))
+        assert "has to stand before" in refused(capsys, vllm_server.main, args, [word])
     with pytest.raises(ValueError, match="port"):
         vllm_server.Args(model="model", port=0)
 
