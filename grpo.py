@@ -256,8 +256,10 @@ class Args(
         )
         yield (
             self.advantage_scale != "maxrl"
-            or not self.overlong_buffer
-            and not (self.non_stop_penalty and (self.penalty_reward_value or 0) < 0),
+            or (
+                not self.overlong_buffer
+                and not (self.non_stop_penalty and (self.penalty_reward_value or 0) < 0)
+            ),
             "--advantage_scale maxrl requires --overlong_buffer 0 and no negative "
             "--penalty_reward_value: a score must not be negative",
         )
