@@ -9,10 +9,10 @@ import math
 import re
 import threading
 import types
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
-from helpers import ROOT, end_processes, scores_by
+from helpers import ROOT, Threads, end_processes, scores_by
 from tiny_models import make_tokenizer
 
 from extras import http
@@ -60,19 +60,17 @@ class Told(BaseHTTPRequestHandler):
         pass
 
 
-class Server(ThreadingHTTPServer):
-    daemon_threads = True
+class Server(Threads, HTTPServer):
     request_queue_size = 64
 
     def __init__(self, behave, handler=Told):
-        super().__init__(("127.0.0.1", 0), handler)
         self.behave = behave
         self.lock = threading.Lock()
         self.end = threading.Event()
         self.asked = []
         self.counts = collections.Counter()
+        super().__init__(("127.0.0.1", 0), handler)
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
-        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
 
 @pytest.fixture

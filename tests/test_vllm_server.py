@@ -366,9 +366,12 @@ def test_a_server_is_silent_if_it_answers_none_of_its_requests(monkeypatch):
     choice = {"finish_reason": "stop", "weight_versions": []}
     choice |= {"token_ids": [], "logprobs": {"content": []}}
     answers = [threading.Event() for _ in range(3)]
-    server = Server(
-        lambda body, _: answers[body["number"]].wait(60) and (200, {"choices": [choice]}, {})
-    )
+
+    def behave(question, _):
+        answers[question["number"]].wait(60)
+        return 200, {"choices": [choice]}, {}
+
+    server = Server(behave)
     servers = Servers.__new__(Servers)
     servers.last_heard = {}
 
@@ -389,6 +392,7 @@ def test_a_server_is_silent_if_it_answers_none_of_its_requests(monkeypatch):
         now[0] = 4000.0
         with pytest.raises(RuntimeError, match="gave no answer for 1500 s"):
             await third
+        answers[2].set()  # its thread ends
 
     asyncio.run(ask())
     server.shutdown()

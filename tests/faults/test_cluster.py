@@ -268,20 +268,17 @@ def test_the_address_at_which_servers_reach_a_run(monkeypatch):
 # ---- servers behind a network that harms ---------------------------------------------------------
 
 
-class Proxy(socketserver.ThreadingTCPServer):
+class Proxy(helpers.Threads, socketserver.TCPServer):
     """Passes each connection on to a server, and its answer, through `harm(number of the connection,
     bytes)`, back; None closes the connection.
     """
 
-    daemon_threads = True
-
     def __init__(self, url: str, harm):
-        super().__init__(("127.0.0.1", 0), None)
         self.to = urlsplit(url)
         self.harm = harm
-        self.url = f"http://127.0.0.1:{self.server_address[1]}"
         self.connections = 0
-        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+        super().__init__(("127.0.0.1", 0), None)
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
 
     def finish_request(self, request, client_address) -> None:
         self.connections += 1

@@ -18,6 +18,7 @@ import os
 import re
 import signal
 import socket
+import socketserver
 import sys
 import tempfile
 import threading
@@ -409,6 +410,30 @@ class Running:
         return [
             line for line in self.err.replace("\r", "\n").split("\n") if line.startswith("error:")
         ]
+
+
+class Threads(socketserver.ThreadingMixIn):
+    """The threads of a server whose clients may leave early.
+
+    What else fails in a thread is raised by `shutdown`. It is not printed, because the thread may
+    outlive its test, and another test may be the one whose output is read by then.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.failures = []
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+
+    def handle_error(self, request, client_address) -> None:
+        if not isinstance(sys.exception(), OSError):
+            self.failures.append(sys.exception())
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self.failures:
+            raise self.failures[0]
 
 
 def processes_of(running: Running) -> list[int]:
