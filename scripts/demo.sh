@@ -7,7 +7,7 @@
 #   bash scripts/demo.sh agent               the same game by a program that asks through OpenAI's API; requires vLLM,
 #                                            which `bash scripts/test.sh` installs where there is no GPU
 #   bash scripts/demo.sh grpo --seed 2       with other flags; they override the ones below
-# A pretrained model, SmolLM2-135M-Instruct (a download of 93 MB), takes about 40 minutes on two cores with bf16:
+# A pretrained model, SmolLM2-135M-Instruct (a download of 93 MB), takes about 80 minutes on one core with bf16:
 #   bash scripts/demo.sh smollm2             instructions whose fulfilment a program checks, by GRPO
 #   bash scripts/demo.sh smollm2 --seed 2    with other flags; scripts/train/smollm2.sh has the other algorithms
 set -euo pipefail

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SmolLM2-135M-Instruct learns to follow instructions whose fulfilment a program checks (assets/instructions.yaml), on
 # two CPU cores or one GPU of 24 GB. Held-out prompts are of a tenth by hash; of one kind, frequency, no prompt trains.
-#   bash scripts/train/smollm2.sh grpo           or rloo, ppo: about 40 minutes on two cores with bf16
+#   bash scripts/train/smollm2.sh grpo           or rloo, ppo: about 80 minutes on one core with bf16
 #   bash scripts/train/smollm2.sh distill        the model that grpo has trained teaches the one that it began from
 #   bash scripts/train/smollm2.sh brief          the model learns what it does behind a system prompt: short answers
 #   bash scripts/train/smollm2.sh reward_model   pairs of the model's own responses, a reward model, and GRPO on it
