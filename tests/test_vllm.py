@@ -334,7 +334,7 @@ def test_an_adapter_goes_to_the_engine(adapting, quantize):
         model = AutoModelForCausalLM.from_pretrained(args.model)
         add_lora(model, dataclasses.replace(args, quantize=quantize))
         model.to("cpu")
-        engine.has_base = False  # another one
+    engine.has_base = False  # or another one
     queries = sums(tokenizer, 12)
     difference = lambda: largest_difference(
         model, queries, *sample(adapting, queries, list(range(12)))

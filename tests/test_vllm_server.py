@@ -1,5 +1,7 @@
 """The rollout on vLLM servers: real ones on the CPU, started by scripts/vllm_server.py, weights
 sent over gloo.
+
+The order of the tests matters: later ones take the servers over, and the last one kills a server.
 """
 
 import asyncio
