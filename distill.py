@@ -665,6 +665,7 @@ def main(args: Args) -> None:
             "epoch": experience.state["position"] / len(parts.prompts),
             "train/loss": total["loss"],  # NaN where all conversations have failed
             "policy/entropy_avg": total["entropies"] / total["tokens"],
+            **mismatch_metrics(total, step, batch),
             **experience.metrics,
             **optimizer.metrics(),
             **sampler.metrics(),
@@ -673,9 +674,6 @@ def main(args: Args) -> None:
             metrics["objective/divergence"] = total["losses"] / total["tokens"]
             metrics["teacher/entropy_avg"] = total["teacher_entropies"] / total["tokens"]
             metrics["teacher/same_top_token"] = total["same_top"] / total["tokens"]
-        # The tokens that `add_rollout` has compared: none where the student sampled none of them.
-        if total["compared"] > 0:
-            metrics |= mismatch_metrics(total, step, batch)
         run.log_samples(batch)
         # `experience.state`: where the next rollout begins, also that of a resumed run.
         run.finish_step(
