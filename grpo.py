@@ -909,12 +909,13 @@ def turn_advantages(
 def equal_scores(grouped: Tensor) -> Tensor:
     """Return which groups teach nothing, their scores being equal: (N / G, G) -> (N / G,) bool.
 
-    Missing scores are ignored: a group with one score or none is among them.
+    Missing scores are ignored: a group with one score or none is among them. Scores that differ by
+    1e-9 or less differ by rounding, as 0.1 + 0.2 and 0.3 do, or rewards that cancel.
     """
     scored = grouped.isfinite()
     highest = grouped.where(scored, -torch.inf).amax(1)
     lowest = grouped.where(scored, torch.inf).amin(1)
-    return highest <= lowest
+    return highest - lowest <= 1e-9
 
 
 def policy_metrics(total: dict[str, float], scores: Tensor, kl_coef: float) -> dict[str, float]:

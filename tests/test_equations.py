@@ -135,6 +135,18 @@ def test_equal_scores_have_advantage_exactly_zero(scale, dtype):
         assert equal.eq(0).all() and others.ne(0).any()
 
 
+def test_scores_that_differ_by_rounding_are_equal():
+    """As sums in another order do, or with gdpo rewards that cancel."""
+    args = grpo.Args(reward=("a", "b"), group_size=3, advantage_scale="gdpo")
+    scores = zip((1, 0, 0), (0, 1, 1))
+    samples = [Sample({}, [1], {}, True, scores=dict(zip("ab", pair))) for pair in scores]
+    batch = Batch.from_samples(samples, torch.get_default_device())
+    batch.scores = torch.zeros(3)
+    for outcomes in (double(0.1 + 0.2, 0.3, 0.3), grpo.outcomes_of(batch, args)):
+        assert len(outcomes.unique()) > 1 and grpo.equal_scores(outcomes[None]).all()
+        assert group_advantages(outcomes, 3, "gdpo").eq(0).all()
+
+
 TURNS = [  # the reward of each turn
     *([1.0, 0.5], [0.0, 0.5, 2.0], [-1.0]),  # the third turn has no other
     *([0.1, 0.1, 0.3], [0.2], [0.3, 0.1, 0.3]),  # the later turns earn the same
