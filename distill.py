@@ -52,7 +52,14 @@ from transformers import PreTrainedModel
 
 import utils
 from plumbing import cli
-from plumbing.cli import Fraction, NonNegativeInt, PositiveFloat, PositiveFraction, PositiveInt
+from plumbing.cli import (
+    Fraction,
+    NonNegativeInt,
+    PathOrName,
+    PositiveFloat,
+    PositiveFraction,
+    PositiveInt,
+)
 from plumbing.data.formats import Learn
 from plumbing.data.mixture import count_steps, take_prompts
 from plumbing.data.rows import Row
@@ -106,7 +113,7 @@ class Args(
     """System turn put before each prompt that has none; the saved chat template does the same; ""
     adds none."""
 
-    teacher: str = ""
+    teacher: PathOrName = ""
     """Model to learn from, with the vocabulary of --model: a causal language model's folder or hub
     name (that of --model for its weights of the start), self for the model that trains, or the
     http:// address of a vLLM server; "" for none, which is supervised fine-tuning on the data set's

@@ -47,6 +47,7 @@ from plumbing.cli import (
     Fraction,  # from 0 to 1
     NonNegativeFloat,
     NonNegativeInt,
+    PathOrName,
     PositiveFloat,
     PositiveInt,
 )
@@ -205,7 +206,7 @@ class Args(
     off_policy_delta: NonNegativeFloat = 0.0
     """Leave the tokens with a negative advantage out of the policy loss, in a response whose mean of
     log(pi_rollout / pi) over its tokens is above this; 0.5 is usual, 0 for never (DeepSeek-V3.2)."""
-    ptx_dataset: str = ""
+    ptx_dataset: PathOrName = ""
     """Rows for a supervised loss that is added to the policy's (PPO-ptx, arXiv:2203.02155); takes
     the same names as --dataset."""
     response_column: str = ""

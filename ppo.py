@@ -51,6 +51,7 @@ from plumbing.cli import (
     Fraction,  # from 0 to 1
     NonNegativeFloat,
     NonNegativeInt,
+    PathOrName,
     PositiveFloat,
     PositiveInt,
 )
@@ -117,7 +118,7 @@ class Args(
     """System turn put before each prompt that has none; the saved chat template does the same; ""
     adds none. Default: that of SYSTEM_PROMPTS for the first source of --reward, else none."""
 
-    value_model: str = ""
+    value_model: PathOrName = ""
     """Where the critic starts: a reward model with its head, or a language model with a head of
     zeros; default: --model."""
     critic_learning_rate: PositiveFloat = 1e-5
@@ -205,7 +206,7 @@ class Args(
     off_policy_delta: NonNegativeFloat = 0.0
     """Leave the tokens with a negative advantage out of the policy loss, in a response whose mean of
     log(pi_rollout / pi) over its tokens is above this; 0.5 is usual, 0 for never (DeepSeek-V3.2)."""
-    ptx_dataset: str = ""
+    ptx_dataset: PathOrName = ""
     """Rows for a supervised loss that is added to the policy's (PPO-ptx, arXiv:2203.02155); takes
     the same names as --dataset."""
     response_column: str = ""
@@ -1020,8 +1021,7 @@ def main(args: Args) -> None:
     pi_old = old_policy(args, sampler.correction, updates_per_step)
     # With PF-PPO the KL is logged before the updates, which may draw a response never or twice.
     needs_start_logprobs = pi_old == "start" or kl_in == "reward" or args.pf_ppo != "none"
-    optimizers = {"": optimizer, "critic": critic_optimizer}
-    rollouts = parts.start(collect, total_steps, optimizers)
+    rollouts = parts.start(collect, total_steps, {"": optimizer, "critic": critic_optimizer})
     adaptive_kl = utils.AdaptiveKL(args, run.state)
     adaptive_entropy = utils.AdaptiveEntropy(args, run.state)
 
