@@ -185,6 +185,7 @@ def test_what_a_run_leaves_is_a_config(script, tmp_path):
 
 @pytest.mark.parametrize("content", CASES["configs"])
 def test_bad_files(content, tmp_path, capsys):
-    (tmp_path / "config.yaml").write_text(content)
-    err = refused(capsys, f"grpo --config {tmp_path / 'config.yaml'}")
+    path = tmp_path / ("config.json" if content.startswith("{") else "config.yaml")
+    path.write_text(content)
+    err = refused(capsys, f"grpo --config {path}")
     assert err.startswith("error: --") and CASES["configs"][content] in err and err.count("\n") == 1
