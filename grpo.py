@@ -1000,7 +1000,8 @@ def main(args: Args) -> None:
         if kl_in == "reward":
             kl = estimate_kl(batch.tokens["start_logprobs"], batch.tokens["ref_logprobs"])
             outcomes = outcomes - kl_coef * masked_sum(kl, mask, 1)
-        if settings.advantage_scale == "maxrl" and (scores < 0).any():
+        # Rewards that cancel may leave a rounding error below 0.
+        if settings.advantage_scale == "maxrl" and (scores < -1e-9).any():
             worst = scores.nan_to_num().argmin()
             raise utils.UserError(
                 "--advantage_scale maxrl: a score is negative, of a response to "
