@@ -52,7 +52,14 @@ from transformers import PreTrainedModel
 
 import utils
 from plumbing import cli
-from plumbing.cli import Fraction, NonNegativeInt, PositiveFloat, PositiveFraction, PositiveInt
+from plumbing.cli import (
+    Fraction,
+    NonNegativeInt,
+    PathOrName,
+    PositiveFloat,
+    PositiveFraction,
+    PositiveInt,
+)
 from plumbing.data.formats import Learn
 from plumbing.data.mixture import count_steps, take_prompts
 from plumbing.data.rows import Row
@@ -106,7 +113,7 @@ class Args(
     """System turn put before each prompt that has none; the saved chat template does the same; ""
     adds none."""
 
-    teacher: str = ""
+    teacher: PathOrName = ""
     """Model to learn from, with the vocabulary of --model: a causal language model's folder or hub
     name (that of --model for its weights of the start), self for the model that trains, or the
     http:// address of a vLLM server; "" for none, which is supervised fine-tuning on the data set's
@@ -665,6 +672,7 @@ def main(args: Args) -> None:
             "epoch": experience.state["position"] / len(parts.prompts),
             "train/loss": total["loss"],  # NaN where all conversations have failed
             "policy/entropy_avg": total["entropies"] / total["tokens"],
+            **mismatch_metrics(total, step, batch),
             **experience.metrics,
             **optimizer.metrics(),
             **sampler.metrics(),
@@ -673,9 +681,6 @@ def main(args: Args) -> None:
             metrics["objective/divergence"] = total["losses"] / total["tokens"]
             metrics["teacher/entropy_avg"] = total["teacher_entropies"] / total["tokens"]
             metrics["teacher/same_top_token"] = total["same_top"] / total["tokens"]
-        # The tokens that `add_rollout` has compared: none where the student sampled none of them.
-        if total["compared"] > 0:
-            metrics |= mismatch_metrics(total, step, batch)
         run.log_samples(batch)
         # `experience.state`: where the next rollout begins, also that of a resumed run.
         run.finish_step(

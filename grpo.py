@@ -47,6 +47,7 @@ from plumbing.cli import (
     Fraction,  # from 0 to 1
     NonNegativeFloat,
     NonNegativeInt,
+    PathOrName,
     PositiveFloat,
     PositiveInt,
 )
@@ -205,7 +206,7 @@ class Args(
     off_policy_delta: NonNegativeFloat = 0.0
     """Leave the tokens with a negative advantage out of the policy loss, in a response whose mean of
     log(pi_rollout / pi) over its tokens is above this; 0.5 is usual, 0 for never (DeepSeek-V3.2)."""
-    ptx_dataset: str = ""
+    ptx_dataset: PathOrName = ""
     """Rows for a supervised loss that is added to the policy's (PPO-ptx, arXiv:2203.02155); takes
     the same names as --dataset."""
     response_column: str = ""
@@ -878,30 +879,32 @@ def group_advantages(scores: Tensor, group_size: int, scale: str) -> Tensor:
 
 
 def turn_advantages(
-    scores: Tensor, turn_rewards: Tensor, mask: Tensor, group_size: int, scale: str
+    scores: Tensor,
+    turn_rewards: Tensor,
+    turns: Tensor,
+    mask: Tensor,
+    group_size: int,
+    scale: str,
 ) -> Tensor:
     """Return the advantage of each token: that of its turn among the turns of the same number in
     the group (after MT-GRPO, arXiv:2505.11821).
 
-    The return of a turn is the score minus the rewards of the turns before it. A turn is an
-    unbroken run of set entries of the mask: observations stand between two turns.
+    The return of a turn is the score minus the rewards of the turns before it.
 
     Args:
-        scores: (N,). turn_rewards: (N, T), at the last token of each turn. mask: (N, T) bool.
+        scores: (N,). turn_rewards: (N, T), at the last token of each turn. turns: (N, T), number
+            of the turn. mask: (N, T) bool.
         scale: as in `group_advantages`.
     Returns:
         (N, T), 0 outside of the mask, in a turn that one response of the group has alone, and where
         all responses have the same return.
     """
-    pad = nn.functional.pad  # pad(x, (1, -1)): each row of x, moved to the right by one
-    begins = mask & ~pad(mask, (1, -1))  # (N, T), at the first token of each turn
-    turns = begins.cumsum(1)  # (N, T), number of the turn, from 1 on
-    returns = scores[:, None] - pad(turn_rewards.cumsum(1), (1, -1))  # (N, T)
+    earlier = nn.functional.pad(turn_rewards.cumsum(1), (1, -1))  # sum over the tokens before
+    returns = scores[:, None] - earlier  # (N, T), the same at all tokens of a turn
     advantages = torch.zeros_like(returns)
     for turn in turns.unique():
         tokens = mask & (turns == turn)
-        # (N,): the return at the first token of the turn, -inf without such a turn.
-        turn_returns = returns.where(tokens & begins, -torch.inf).amax(1)
+        turn_returns = returns.where(tokens, -torch.inf).amax(1)  # (N,), -inf without such a turn
         advantages += tokens * group_advantages(turn_returns, group_size, scale)[:, None]
     return advantages
 
@@ -909,12 +912,13 @@ def turn_advantages(
 def equal_scores(grouped: Tensor) -> Tensor:
     """Return which groups teach nothing, their scores being equal: (N / G, G) -> (N / G,) bool.
 
-    Missing scores are ignored: a group with one score or none is among them.
+    Missing scores are ignored: a group with one score or none is among them. Scores that differ by
+    1e-9 or less differ by rounding, as 0.1 + 0.2 and 0.3 do, or rewards that cancel.
     """
     scored = grouped.isfinite()
     highest = grouped.where(scored, -torch.inf).amax(1)
     lowest = grouped.where(scored, torch.inf).amin(1)
-    return highest <= lowest
+    return highest - lowest <= 1e-9
 
 
 def policy_metrics(total: dict[str, float], scores: Tensor, kl_coef: float) -> dict[str, float]:
@@ -996,7 +1000,8 @@ def main(args: Args) -> None:
         if kl_in == "reward":
             kl = estimate_kl(batch.tokens["start_logprobs"], batch.tokens["ref_logprobs"])
             outcomes = outcomes - kl_coef * masked_sum(kl, mask, 1)
-        if settings.advantage_scale == "maxrl" and (scores < 0).any():
+        # Rewards that cancel may leave a rounding error below 0.
+        if settings.advantage_scale == "maxrl" and (scores < -1e-9).any():
             worst = scores.nan_to_num().argmin()
             raise utils.UserError(
                 "--advantage_scale maxrl: a score is negative, of a response to "
@@ -1004,7 +1009,8 @@ def main(args: Args) -> None:
             )
         grouping = args.group_size, settings.advantage_scale
         if args.turn_rewards:  # an advantage for each turn, (N, T)
-            advantages = turn_advantages(scores, batch.tokens["turn_rewards"], mask, *grouping)
+            of_turns = batch.tokens["turn_rewards"], batch.tokens["turns"]
+            advantages = turn_advantages(scores, *of_turns, mask, *grouping)
             experience.metrics["val/zero_advantage"] = (advantages[mask] == 0).float().mean().item()
         else:  # one for each response
             advantages = group_advantages(outcomes, *grouping)  # (N,)

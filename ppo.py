@@ -51,6 +51,7 @@ from plumbing.cli import (
     Fraction,  # from 0 to 1
     NonNegativeFloat,
     NonNegativeInt,
+    PathOrName,
     PositiveFloat,
     PositiveInt,
 )
@@ -117,7 +118,7 @@ class Args(
     """System turn put before each prompt that has none; the saved chat template does the same; ""
     adds none. Default: that of SYSTEM_PROMPTS for the first source of --reward, else none."""
 
-    value_model: str = ""
+    value_model: PathOrName = ""
     """Where the critic starts: a reward model with its head, or a language model with a head of
     zeros; default: --model."""
     critic_learning_rate: PositiveFloat = 1e-5
@@ -205,7 +206,7 @@ class Args(
     off_policy_delta: NonNegativeFloat = 0.0
     """Leave the tokens with a negative advantage out of the policy loss, in a response whose mean of
     log(pi_rollout / pi) over its tokens is above this; 0.5 is usual, 0 for never (DeepSeek-V3.2)."""
-    ptx_dataset: str = ""
+    ptx_dataset: PathOrName = ""
     """Rows for a supervised loss that is added to the policy's (PPO-ptx, arXiv:2203.02155); takes
     the same names as --dataset."""
     response_column: str = ""
@@ -340,9 +341,13 @@ def whiten(x: Tensor, mask: Tensor) -> Tensor:
     """Return (x - mean) / sqrt(var + 1e-8) over the entries where mask is set, var unbiased; 0
     elsewhere. Any shape.
     """
-    mean = masked_mean(x, mask)
-    variance = masked_sum((x - mean).square(), mask) / (mask.sum() - 1).clamp(min=1)
-    return torch.where(mask, (x - mean) * torch.rsqrt(variance + 1e-8), 0.0)
+    values = x[mask]  # (tokens,)
+    # Equal values become exactly 0. Their mean may be rounded to another number, and the rounding
+    # error would be whitened.
+    values = values - values[:1]
+    values = values - values.mean()
+    variance = values.square().sum() / max(1, len(values) - 1)
+    return torch.zeros_like(x).masked_scatter(mask, values * torch.rsqrt(variance + 1e-8))
 
 
 def token_rewards(
@@ -950,12 +955,13 @@ def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) ->
 def equal_scores(grouped: Tensor) -> Tensor:
     """Return which groups teach nothing, their scores being equal: (N / G, G) -> (N / G,) bool.
 
-    Missing scores are ignored: a group with one score or none is among them.
+    Missing scores are ignored: a group with one score or none is among them. Scores that differ by
+    1e-9 or less differ by rounding, as 0.1 + 0.2 and 0.3 do, or rewards that cancel.
     """
     scored = grouped.isfinite()
     highest = grouped.where(scored, -torch.inf).amax(1)
     lowest = grouped.where(scored, torch.inf).amin(1)
-    return highest <= lowest
+    return highest - lowest <= 1e-9
 
 
 def policy_metrics(total: dict[str, float], scores: Tensor, kl_coef: float) -> dict[str, float]:
@@ -1015,8 +1021,7 @@ def main(args: Args) -> None:
     pi_old = old_policy(args, sampler.correction, updates_per_step)
     # With PF-PPO the KL is logged before the updates, which may draw a response never or twice.
     needs_start_logprobs = pi_old == "start" or kl_in == "reward" or args.pf_ppo != "none"
-    optimizers = {"": optimizer, "critic": critic_optimizer}
-    rollouts = parts.start(collect, total_steps, optimizers)
+    rollouts = parts.start(collect, total_steps, {"": optimizer, "critic": critic_optimizer})
     adaptive_kl = utils.AdaptiveKL(args, run.state)
     adaptive_entropy = utils.AdaptiveEntropy(args, run.state)
 
@@ -1132,8 +1137,12 @@ def main(args: Args) -> None:
                     left_out=token_weights == 0,
                 )
                 # `micro_batches` takes back what is added to `micro`, for tokens.jsonl.
-                micro.update(start_logprobs=start_logprobs, entropies=out["entropies"])
-                micro.update(weights=token_weights, clipped=clipped)
+                micro.update(
+                    start_logprobs=start_logprobs,
+                    entropies=out["entropies"],
+                    weights=token_weights,
+                    clipped=clipped,
+                )
                 # Logged once per response: surprisal, KL, trainer - sampler.
                 if epoch == 0 and args.pf_ppo == "none":
                     # Whether `start_logprobs` come from weights that this step had already updated.

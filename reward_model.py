@@ -40,7 +40,7 @@ from transformers import PreTrainedTokenizerBase
 
 import utils
 from plumbing import cli
-from plumbing.cli import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from plumbing.cli import NonNegativeFloat, NonNegativeInt, PathOrName, PositiveFloat, PositiveInt
 from plumbing.data.mixture import count_steps, take_prompts
 from plumbing.data.pairs import (
     SIDES,  # "chosen" and "rejected", the keys of token ids in a pair
@@ -57,12 +57,12 @@ from plumbing.run.run import Run
 
 @dataclass
 class Args(cli.RunArgs, cli.ModelArgs, cli.OptimizerArgs):
-    dataset: str = "trl-lib/ultrafeedback_binarized"
+    dataset: PathOrName = "trl-lib/ultrafeedback_binarized"
     """Preference pairs: arithmetic (built in), a .jsonl, .json, .csv or .parquet file, a folder, or
     owner/name[:config] on the hub, each with @split after it for another split than train. Columns:
     chosen and rejected, text or messages, with a prompt or without; or PaddleNLP's src, tgt,
     response and sort. Optional columns: margin (a number) and subset."""
-    eval_dataset: str = ""
+    eval_dataset: PathOrName = ""
     """Pairs to evaluate on, split test unless @split is given. Default: split test of --dataset;
     if --dataset is a single file, at most a tenth of its pairs, on which nothing trains."""
     eval_every: NonNegativeInt = 50

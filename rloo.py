@@ -293,9 +293,13 @@ def whiten(x: Tensor, mask: Tensor) -> Tensor:
     """Return (x - mean) / sqrt(var + 1e-8) over the entries where mask is set, var unbiased; 0
     elsewhere. Any shape.
     """
-    mean = masked_mean(x, mask)
-    variance = masked_sum((x - mean).square(), mask) / (mask.sum() - 1).clamp(min=1)
-    return torch.where(mask, (x - mean) * torch.rsqrt(variance + 1e-8), 0.0)
+    values = x[mask]  # (tokens,)
+    # Equal values become exactly 0. Their mean may be rounded to another number, and the rounding
+    # error would be whitened.
+    values = values - values[:1]
+    values = values - values.mean()
+    variance = values.square().sum() / max(1, len(values) - 1)
+    return torch.zeros_like(x).masked_scatter(mask, values * torch.rsqrt(variance + 1e-8))
 
 
 def token_rewards(
@@ -786,12 +790,13 @@ def token_advantages(
 def equal_scores(grouped: Tensor) -> Tensor:
     """Return which groups teach nothing, their scores being equal: (N / G, G) -> (N / G,) bool.
 
-    Missing scores are ignored: a group with one score or none is among them.
+    Missing scores are ignored: a group with one score or none is among them. Scores that differ by
+    1e-9 or less differ by rounding, as 0.1 + 0.2 and 0.3 do, or rewards that cancel.
     """
     scored = grouped.isfinite()
     highest = grouped.where(scored, -torch.inf).amax(1)
     lowest = grouped.where(scored, torch.inf).amin(1)
-    return highest <= lowest
+    return highest - lowest <= 1e-9
 
 
 def policy_metrics(total: dict[str, float], scores: Tensor, kl_coef: float) -> dict[str, float]:
@@ -939,8 +944,12 @@ def main(args: Args) -> None:
                     left_out=token_weights == 0,
                 )
                 # `micro_batches` takes back what is added to `micro`, for tokens.jsonl.
-                micro.update(start_logprobs=start_logprobs, entropies=out["entropies"])
-                micro.update(weights=token_weights, clipped=clipped)
+                micro.update(
+                    start_logprobs=start_logprobs,
+                    entropies=out["entropies"],
+                    weights=token_weights,
+                    clipped=clipped,
+                )
                 if epoch == 0:  # logged once per response: surprisal, KL, trainer - sampler
                     # Whether `start_logprobs` come from weights that this step had already updated.
                     updated = number > 0 and not needs_start_logprobs

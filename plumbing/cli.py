@@ -7,10 +7,11 @@ those without which flags are doubtful.
 """
 
 import importlib.util
+import os
 import re
 from typing import Annotated, Any, Iterator, Literal
 
-from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveInt
+from pydantic import AfterValidator, Field, FiniteFloat, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
 # Of a server, such as http://10.0.0.2:8000.
@@ -26,19 +27,21 @@ Factor = Annotated[FiniteFloat, Field(ge=1)]
 Weight = Annotated[float, Field(ge=-1e6, le=1e6)]
 Port = Annotated[int, Field(ge=0, lt=2**16)]
 NonEmpty = Annotated[str, Field(min_length=1)]
+# Of a file, a folder or the hub; ~ is the home folder, also in quotes, where shells do not expand it.
+PathOrName = Annotated[str, AfterValidator(os.path.expanduser)]
 Address = Annotated[str, Field(pattern=rf"^{ADDRESS}$")]
-FileMember = Annotated[str, Field(pattern=r"^(.+:\w+)?$")]
+FileMember = Annotated[PathOrName, Field(pattern=r"^(.+:\w+)?$")]
 Rules = Iterator[tuple[object, str]]  # conditions, each with what to say if it does not hold
 
 
 @dataclass
 class OutputArgs:
-    config: str = ""
+    config: PathOrName = ""
     """File with flags, .json or .yaml: {"learning_rate": 1e-6, ...}, or the args.json of a run.
     Flags of the command line override it."""
     run_name: Annotated[str, Field(max_length=200, pattern=r"^([^/]*[^/.])?$")] = ""
     """Name of the run's folder; default: script, model, data set and seed."""
-    output_dir: str = "runs"
+    output_dir: PathOrName = "runs"
     """Folder that holds the runs; several nodes need one that they share."""
     seed: NonNegativeInt = 1
     """Seed of everything random: the order of the data, the sampling, the mini-batches."""
@@ -78,12 +81,12 @@ class RunArgs(OutputArgs):
 
 @dataclass
 class PretrainedArgs:
-    model: str = "Qwen/Qwen2.5-0.5B-Instruct"
+    model: PathOrName = "Qwen/Qwen2.5-0.5B-Instruct"
     """Model to begin with: a causal language model's folder or hub name."""
     stop_token: str = "eos"
     """Token that ends a response: eos (every end token of tokenizer and model, and that of the chat
     template's turns) or the text of one token."""
-    chat_template: str = ""
+    chat_template: PathOrName = ""
     """File of a chat template (jinja) in place of the tokenizer's, as for a base model; none for
     prompts that hold a template already: texts that stay as they are, without --system_prompt.
     Default: the tokenizer's."""
@@ -143,7 +146,7 @@ class ModelArgs(PretrainedArgs):
 
 @dataclass
 class PromptArgs:
-    dataset: str = "openai/gsm8k"
+    dataset: PathOrName = "openai/gsm8k"
     """Prompts: arithmetic or instructions (built in), reasoning_gym:TASK, a .jsonl, .json, .csv or .parquet file, a
     folder, owner/name or owner/name:config on the hub, each with @split after it for another split
     than train; or a .json list of {"prob": weight, "filepath": any of these}."""
@@ -164,7 +167,7 @@ class DataArgs(PromptArgs):
     shuffle: bool = True
     """Shuffle the rows of --dataset anew for each pass; --no-shuffle keeps the order of the file, as for
     a curriculum (of a list: the order of each data set)."""
-    eval_dataset: str = ""
+    eval_dataset: PathOrName = ""
     """Prompts to evaluate on, named as those of --dataset, split test unless @split is given;
     default: those of --dataset, or for a single file nothing but --eval_share. Of a list, each data
     set has an accuracy, too."""
@@ -183,7 +186,7 @@ class DataArgs(PromptArgs):
 
 @dataclass
 class ScoringArgs:
-    reward: Annotated[tuple[str, ...], Field(min_length=1)] = ("math",)
+    reward: Annotated[tuple[PathOrName, ...], Field(min_length=1)] = ("math",)
     """Reward sources: math (parsed and compared), gsm8k (strict ####), exact, format
     (think/answer), code (runs Python against the row's tests), ifeval, reasoning_gym, episode
     (what --environment or --agent gives), path/to/file.py:function, a reward model's folder or hub
@@ -265,7 +268,7 @@ class RolloutArgs(SamplingArgs):
     """--top_p of the samples of an evaluation; default: --top_p."""
     save_rollouts: bool = False
     """Save what each step samples, with its scores, in rollouts/ of the run's folder."""
-    rollouts_from: str = ""
+    rollouts_from: PathOrName = ""
     """Folder of a run with --save_rollouts: train on what its steps have sampled, in place of
     sampling; evaluations still sample."""
 
@@ -381,7 +384,7 @@ class PolicyArgs(OptimizerArgs):
     share_prompts: bool = False
     """Forward the prompt of several responses once, where that saves a fifth of the tokens of a pass:
     for long prompts. Results change by rounding only."""
-    ref_model: str = ""
+    ref_model: PathOrName = ""
     """Reference for the KL penalty; default: --model as it was at the start."""
 
     def rules(self: Any) -> Rules:

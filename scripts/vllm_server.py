@@ -26,13 +26,13 @@ from server_key import require_key
 
 import utils
 from extras.vllm.sampling import WORKER_EXTENSION
-from plumbing.cli import NonNegativeFloat, Port
+from plumbing.cli import NonNegativeFloat, PathOrName, Port
 from plumbing.run.command import parse, report_errors
 
 
 @dataclass
 class Args:
-    model: str
+    model: PathOrName
     """Folder or hub name of the model that the run trains, or of one of the same shapes: the run
     sends all weights."""
     host: str = "127.0.0.1"

@@ -80,6 +80,29 @@ def test_every_number_has_a_range(script):
                 cls(**{name: value})
 
 
+NO_PATHS = (
+    "run_name keep_best stop_token chat_template_kwargs prompt_column answer_column response_column "
+    "turn_stop rollout_servers system_prompt teacher_prompt teacher_system_prompt host"
+).split()
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_path_may_begin_at_home(script, monkeypatch):
+    """Where the shell has left the ~, as in quotes and in a file."""
+    monkeypatch.setenv("HOME", "/h")
+    cls = SCRIPTS[script].Args
+    read = 0
+    for field in dataclasses.fields(cls):
+        if re.search(r"\bstr\b", str(field.type)) and field.name not in NO_PATHS:
+            several = "tuple" in str(field.type)
+            values = {"model": ""} if script == "vllm_server" else {}
+            values[field.name] = ["~/a.py:b"] if several else "~/a.py:b"
+            expected = ("/h/a.py:b",) if several else "/h/a.py:b"
+            assert getattr(cls(**values), field.name) == expected, field.name
+            read += 1
+    assert read
+
+
 # ---- rules and warnings --------------------------------------------------------------------------
 
 
@@ -162,6 +185,7 @@ def test_what_a_run_leaves_is_a_config(script, tmp_path):
 
 @pytest.mark.parametrize("content", CASES["configs"])
 def test_bad_files(content, tmp_path, capsys):
-    (tmp_path / "config.yaml").write_text(content)
-    err = refused(capsys, f"grpo --config {tmp_path / 'config.yaml'}")
+    path = tmp_path / ("config.json" if content.startswith("{") else "config.yaml")
+    path.write_text(content)
+    err = refused(capsys, f"grpo --config {path}")
     assert err.startswith("error: --") and CASES["configs"][content] in err and err.count("\n") == 1

@@ -154,18 +154,25 @@ def test_so_many_at_once(monkeypatch):
     assert sorted(place for place, _ in ended) == list(range(5))
 
 
-def test_rewards_of_turns_stand_at_their_last_tokens():
-    """Times the weight of the source: they are parts of the score."""
+@pytest.mark.parametrize("silent", [False, True])
+def test_rewards_of_turns_stand_at_their_last_tokens(silent, monkeypatch):
+    """Times the weight of the source: they are parts of the score. Turns are counted, also without
+    an observation between them.
+    """
     tokenizer = make_tokenizer()
     args = args_of(ppo, turn_rewards=True, reward_weights=(2.0,))
     conversations = Conversations(args, tokenizer, [tokenizer.eos_token_id])
     said = says(tokenizer, "ab", "c", "def")
+    if silent:
+        monkeypatch.setattr(conversations.template, "observation_ids", lambda *_: [])
     (one,) = talk(conversations, [row_of(tokenizer)], never, said)
     ends = [token == tokenizer.eos_token_id for token in one.response]
     earned = iter([0.4, 0.2, 0.6])
     assert one.outputs["turn_rewards"] == pytest.approx(
         [next(earned) if end else 0.0 for end in ends]
     )
+    turns = np.cumsum([False, *ends[:-1]]) * one.outputs["response_mask"]
+    assert list(one.outputs["turns"]) == list(turns) and turns[-1] == 2
 
 
 def test_what_reset_adds_forges_no_turn():
@@ -388,7 +395,7 @@ def test_rewards_of_turns_reach_the_advantages(script, tmp_path, monkeypatch):
             rewards = original(scores + 1, None, args[1], 0.0, turn_rewards)
             torch.testing.assert_close(rewards.sum(1).float(), scores.float() + 1)
     if script is grpo:
-        means = [x[m].mean().item() for x, m in zip(original(scores, *args), args[1])]
+        means = [x[m].mean().item() for x, m in zip(original(scores, *args), args[2])]
         rows = helpers.read_lines(helpers.folder_of(values) / "samples.jsonl")
         assert [row["advantage"] for row in rows] == pytest.approx(means[: len(rows)], rel=1e-5)
         assert metrics_of(values)[-1]["val/zero_advantage"] < 1

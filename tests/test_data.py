@@ -491,7 +491,7 @@ def test_the_version_of_the_cache_is_that_of_golden_rows(tmp_path):
 
 def test_what_the_cache_goes_by(tmp_path, monkeypatch):
     """The template, the flags and the version; the day where the template writes it. A resume asks
-    for the rows alone.
+    for the rows and their columns alone.
     """
     file = helpers.write_rows(tmp_path / "rows.jsonl", helpers.ROWS)
     tokenizer = copy.deepcopy(CHAT)
@@ -513,6 +513,8 @@ def test_what_the_cache_goes_by(tmp_path, monkeypatch):
     tokenizer.chat_template = template
     monkeypatch.setattr(cache, "VERSION", 0)
     assert len({*seen, name()}) == 5 and len(fingerprints) == 1
+    name(prompt_column="answer")
+    assert len(fingerprints) == 2
 
 
 def test_what_stops_encoding_is_one_line(tokenizer, tmp_path, capfd, monkeypatch):

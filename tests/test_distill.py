@@ -496,6 +496,7 @@ def test_conversations_that_fail_do_not_train(tmp_path, capfd):
     assert losses[0] == losses[1]
     trained = [row["train/loss"] is not None for row in rows]
     assert any(trained) and not all(trained)
+    assert [row["rollout/logprob_diff_max"] is not None for row in rows] == trained
     assert [row["val/skipped_updates"] for row in rows] == [0] * 4
     assert "responses are left out; the first: reset" in capfd.readouterr().err
 

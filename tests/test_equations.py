@@ -135,6 +135,18 @@ def test_equal_scores_have_advantage_exactly_zero(scale, dtype):
         assert equal.eq(0).all() and others.ne(0).any()
 
 
+def test_scores_that_differ_by_rounding_are_equal():
+    """As sums in another order do, or with gdpo rewards that cancel."""
+    args = grpo.Args(reward=("a", "b"), group_size=3, advantage_scale="gdpo")
+    scores = zip((1, 0, 0), (0, 1, 1))
+    samples = [Sample({}, [1], {}, True, scores=dict(zip("ab", pair))) for pair in scores]
+    batch = Batch.from_samples(samples, torch.get_default_device())
+    batch.scores = torch.zeros(3)
+    for outcomes in (double(0.1 + 0.2, 0.3, 0.3), grpo.outcomes_of(batch, args)):
+        assert len(outcomes.unique()) > 1 and grpo.equal_scores(outcomes[None]).all()
+        assert group_advantages(outcomes, 3, "gdpo").eq(0).all()
+
+
 TURNS = [  # the reward of each turn
     *([1.0, 0.5], [0.0, 0.5, 2.0], [-1.0]),  # the third turn has no other
     *([0.1, 0.1, 0.3], [0.2], [0.3, 0.1, 0.3]),  # the later turns earn the same
@@ -142,25 +154,28 @@ TURNS = [  # the reward of each turn
 ]
 
 
+@pytest.mark.parametrize("gap", [0, 1])
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
-def test_turn_advantages_by_loops(scale):
-    """A first turn of one token, others of two, and observations; the second response has a penalty,
-    too.
+def test_turn_advantages_by_loops(scale, gap):
+    """A first turn of one token, others of two, and between them observations, or nothing; the second
+    response has a penalty, too.
     """
     penalties = [0.0, 0.25, *[0.0] * 5, NAN, 0.0]
     scores = [sum(x) - y for x, y in zip(TURNS, penalties)]
-    rewards, expected = torch.zeros(2, len(TURNS), 12, dtype=torch.float64)
+    rewards, expected, turns = torch.zeros(3, len(TURNS), 12, dtype=torch.float64)
     mask = torch.zeros(rewards.shape, dtype=torch.bool)
     for j in range(4):
         returns = [sum(x[j:]) - y if len(x) > j else NAN for x, y in zip(TURNS, penalties)]
         for i, advantage in enumerate(advantages_by_hand(returns, 3, scale)):
             if len(TURNS[i]) > j:
-                begin, end = 3 * j, 3 * j + (2 if j else 1)
-                mask[i, begin:end] = True
-                expected[i, begin:end] = advantage
+                end = 1 + (2 + gap) * j
+                tokens = slice(max(0, end - 2), end)
+                mask[i, tokens] = True
+                turns[i, tokens] = j
+                expected[i, tokens] = advantage
                 rewards[i, end - 1] = TURNS[i][j]
-    close(turn_advantages(double(*scores), rewards, mask, 3, scale), expected, 1e-9)
-    assert (expected[:, 3] != 0).sum() == 4
+    close(turn_advantages(double(*scores), rewards, turns, mask, 3, scale), expected, 1e-9)
+    assert (expected[:, 2 + gap] != 0).sum() == 4
 
 
 def gdpo_by_hand(sources: list[list[float]], weights: tuple, group_size: int) -> list[float]:

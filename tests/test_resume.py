@@ -416,6 +416,23 @@ def test_the_best_model_is_kept(whole, tmp_path, monkeypatch, capsys):
     assert "--keep_best eval/acuracy: " in line
 
 
+def test_the_best_value_is_that_of_the_folder(whole, tmp_path, monkeypatch):
+    """Not that of the checkpoint from which a killed run goes on."""
+    values = {**whole, "output_dir": str(tmp_path), "eval_every": 1, "save_every": 2}
+    accuracies = [0.0, 0.1, 0.3, 0.9, 0.2]
+    evaluate = lambda *_: ({"eval/accuracy": accuracies.pop(0)}, [{"prompt": "1"}])
+    monkeypatch.setattr("plumbing.run.evaluation.evaluate", evaluate)
+    values |= {"keep_best": "eval/accuracy"}
+    run_here(values)
+    for lost, later in (["step_4"], [0.5, 0.6]), (["step_4", "best"], [0.2, 0.1]):
+        for name in lost:
+            shutil.rmtree(folder_of(values) / "checkpoints" / name)
+        accuracies[:] = later
+        run_here({**values, "resume": True})
+        best = torch.load(folder_of(values) / "checkpoints/best/trainer_state.pt")
+        assert best["step"] == 3 and not accuracies
+
+
 def test_changed_flags_and_rows_are_printed(copy, tmp_path, capsys):
     fewer = helpers.write_rows(tmp_path / "fewer.jsonl", helpers.ROWS[1:])
     state = folder_of(copy) / "checkpoints/step_4/trainer_state.pt"

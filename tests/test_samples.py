@@ -358,10 +358,12 @@ def test_a_step_without_any_signal_changes_nothing(
 
 
 def test_maxrl_refuses_a_negative_score(base, tmp_path, capfd):
-    values = {"reward_weights": -1.0, "non_stop_penalty": False, "max_response_length": 2}
+    """But not a rounding error."""
+    values = {"reward_weights": -1e-12, "non_stop_penalty": False, "max_response_length": 2}
     values = variant(base, tmp_path, **values, advantage_scale="maxrl")
+    run_here(values)
     with pytest.raises(SystemExit):
-        run_here(values)
+        run_here({**values, "reward_weights": -1.0, "run_name": "other"})
     said = capfd.readouterr().err
     assert "--advantage_scale maxrl: a score is negative, of a response to '" in said
 

@@ -265,7 +265,7 @@ class Conversations:
             if turn is None:
                 return ""
             tokens, outputs = turn
-            conversation.add(tokens, outputs)
+            conversation.add(tokens, outputs | {"turns": conversation.metrics()["turns"]})
             content, text, stopped = self.read(tokens, args.turn_stop)
             conversation.turns.append({"role": "assistant", "content": content})
 

@@ -56,7 +56,8 @@ def encode_rows(
     Returns:
         A `datasets.Dataset` of the rows without a problem: `rows[i]` reads one, in which ENCODED are
         token ids, and "mask" is 1 for those of the response that are to be learned. Its fingerprint
-        is a hash of what decides which rows they are and their order, not how they are encoded.
+        is a hash of what decides which rows they are, the columns read included, and their order,
+        not how they are encoded.
     """
     import datasets
     from datasets.fingerprint import Hasher
@@ -99,7 +100,7 @@ def encode_rows(
     if others and is_first:
         dist.barrier(others)
     rows = rows.with_transform(as_row)
-    rows._fingerprint = Hasher.hash([raw._fingerprint, len(rows)])
+    rows._fingerprint = Hasher.hash([raw._fingerprint, len(rows), make.keywords.get("columns")])
     kept = numbers_of(rows, "has_problem") == 0
     if kept.all():
         return rows

@@ -87,6 +87,15 @@ def save_checkpoint(
             replace_folder(old)
 
 
+def best_value(folder: str, metric: str) -> float:
+    """Return the value of --keep_best `metric` with which a run saved `checkpoints/best`; -inf if it
+    did not.
+    """
+    path = f"{folder}/checkpoints/best/trainer_state.pt"
+    state = torch.load(path) if os.path.exists(path) else {}
+    return state.get(metric, -torch.inf)
+
+
 def save_final(
     folder: str,
     world: World,

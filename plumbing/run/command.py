@@ -97,13 +97,33 @@ def from_file(cls: type[Any], path: str) -> dict:
     of a run.
     """
     with as_user_error(f"--config {path}"), open(path) as file:
-        values = json.load(file) if path.endswith(".json") else yaml.safe_load(file)
+        is_json = path.endswith(".json")
+        values = json.load(file, object_pairs_hook=unique) if is_json else yaml.load(file, Yaml)
         if isinstance(values, dict) and "args" in values:
             values = getattr(cls, "from_run", dict)(values["args"])
     rows.validate(f"--config {path}", values, TypeAdapter(cls))
     for name in values.keys() - cls.__dataclass_fields__:
         raise UserError(f"--config {path}: there is no flag {name!r}")
     return values
+
+
+def unique(pairs: list[tuple]) -> dict:
+    """Return a dict of keys and their values; raise ValueError for a key that comes twice."""
+    values: dict = {}
+    for key, value in pairs:
+        if key in values:
+            raise ValueError(f"has {key!r} twice")
+        values[key] = value
+    return values
+
+
+class Yaml(yaml.SafeLoader):
+    """Reads YAML with `unique` keys."""
+
+
+Yaml.add_constructor(
+    "tag:yaml.org,2002:map", lambda loader, node: unique(loader.construct_pairs(node))
+)
 
 
 def set_system_prompt(args: Any) -> None:

@@ -174,9 +174,9 @@ class Run:
     @property
     def ended(self) -> bool:
         """Whether no step is left, by --total_episodes or by --stop_at."""
-        highest = self.state.get(self.args.keep_best, -math.inf)  # kept by `_evaluate`
+        latest = self.state.get(self.args.keep_best, -math.inf)  # kept by `_evaluate`
         goal = math.inf if self.args.stop_at is None else self.args.stop_at
-        return self.state["step"] >= self.total_steps or highest >= goal
+        return self.state["step"] >= self.total_steps or latest >= goal
 
     def finish(self) -> None:
         """Save the trained model in final/, and end the run."""
@@ -209,10 +209,11 @@ class Run:
                     f"--keep_best {best}: is none of the evaluation's metrics, {', '.join(results)}"
                 )
             value = results[best]
-            highest = self.state.get(best, -math.inf)
-            if step and value is not None and value > highest:
+            if step and value is not None:
                 self.state[best] = value
-                self.save(best=True)
+                # The highest value stands in the folder: after a kill, the state is of an earlier step.
+                if value > self.world.on_main(checkpoints.best_value, self.folder, best):
+                    self.save(best=True)
 
     def _log_row(self, step: int) -> None:
         metrics = self.state["metrics"] | self.state["results"] | self.clock.times()
