@@ -15,8 +15,8 @@ fine-tuning.
 Deliberate choices:
 1. No gradient flows through the sampling: a token's loss is the divergence of the two next-token
    distributions.
-2. The sum over the vocabulary is exact. Logits exist for one chunk of tokens at a time: its
-   gradient is computed before the next chunk. `--estimator sampled` is a policy gradient of the
+2. The sum over the vocabulary is exact. Logits exist for one chunk of tokens at a time: the
+   gradient of a chunk is computed before the next chunk. `--estimator sampled` is a policy gradient of the
    reverse KL instead, by log-probabilities of sampled tokens. A teacher on a server tells its K
    most likely tokens; all others count as one (extras/vllm/teacher.py: `spread_rest`).
 3. `--temperature` is that of sampling and, with a teacher, of the loss: it divides the logits;
@@ -349,10 +349,10 @@ class Policy(nn.Module):
             chunks.append({name: x.detach() for name, x in outputs.items()})
         outputs = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
         losses = outputs.pop("losses")
-        # The loop above has run the backward pass of the head: it has the gradients g of the summed
-        # losses by x, the hidden states and the head's weights. The gradient of `stand_in`, the sum of
-        # x * g, is g: so the backward pass through DDP or FSDP finds g. Each token has the term of its
-        # hidden state, and an equal part of the head's term.
+        # The loop above has run the backward pass of the head. It knows the gradient g of the summed
+        # losses with respect to x, where x are the hidden states and the head's weights. `stand_in` is
+        # the sum of x * g, whose gradient is g, too: that is how the backward pass of the model, in
+        # DDP or FSDP, gets g. A token has the term of its hidden state and an equal part of the head's.
         stand_in = (hidden * torch.cat(hidden_gradients)).sum(-1)  # (tokens,)
         for weight, gradient in zip(head_weights, head_gradients):
             stand_in = stand_in + (weight * gradient).sum() / max(1, len(labels))
@@ -569,10 +569,10 @@ def collect(
         samples = sampler.rollout(asked, 1, ("rollout", args.seed, step)).samples
     for row in copied:
         sample = Sample.of_row(row)
-        # Nobody has sampled it.
+        # No policy has sampled this response.
         sample.outputs["rollout_logprobs"] = np.full(len(sample.response), math.nan, np.float32)
         sample.text = sampler.tokenizer.decode(sample.response, skip_special_tokens=True)
-        # As of a row that no source scores.
+        # It is not scored, as nothing is in training: see `scores` below.
         sample.scores = dict.fromkeys(reward_sources.sources, 0.0)
         samples.append(sample)
     if args.is_served:
@@ -586,8 +586,8 @@ def collect(
     # Sources score held-out responses only: here their metrics are NaN.
     metrics = {name: x for name, x in metrics.items() if not math.isnan(x)}
     metrics["val/on_policy_share"] = len(asked) / len(rows)
-    # Nothing is scored here: each source gives 0, or NaN where the conversation has failed. A
-    # response with NaN does not train.
+    # Nothing is scored in training: each source gives 0, or NaN where the conversation has failed.
+    # A response with NaN does not train.
     batch.scores = batch.reward_components[args.reward[0]]
     if args.is_served:
         answered = batch.tokens["teacher_logprobs"].isfinite().flatten(1).all(1)  # (N,)
@@ -645,7 +645,8 @@ def main(args: Args) -> None:
             for inputs, micro, last in batch.micro_batches(mini, args, world):
                 m = micro["response_mask"]  # (n, T), as all of micro and out
                 set_gradient_sync(wrapped, last)
-                # The inputs of the student are the first two, those of the teacher the last two.
+                # The first two inputs are the student's, the last two the teacher's: the same two
+                # unless the teacher has a prompt of its own.
                 of_teacher = teacher_chunks(teacher, inputs[-2:], micro)
                 given = *inputs[:2], micro["rollout_logprobs"][m], of_teacher
                 out = forward_tokens(wrapped, given, m)

@@ -16,14 +16,14 @@ Deliberate choices:
    depends neither on the number of ranks nor, after a resume, on what ran before it.
 4. Masks come from lengths, never from token ids, so pad == eos is harmless and the stop token is
    trained on.
-5. Where a synchronous rollout gets a single update, the old log-probabilities ARE the current ones
-   (but for the losses of DPPO): the ratio is exactly 1.
+5. Where a synchronous rollout gets a single update, the old log-probabilities ARE the current ones,
+   and the ratio is exactly 1. (In the losses of DPPO it is a ratio to the policy that sampled.)
 6. A response that could not be scored is left out of its group and counted. It is never a silent
    zero.
 7. Training rows are padded on the right and attended causally: no attention mask, no position ids.
-8. `Batch.tokens` is a dict of per-token tensors (N, T). Any tensor put there by `generate` or by
-   the loop is gathered, padded and sliced with the rest; the loss finds it as `micro[name]`, without
-   gradient.
+8. `Batch.tokens` is a dict of per-token tensors (N, T). What `generate` returns is gathered and
+   padded to that shape; what the loop puts there has it. The loss finds both, sliced, as
+   `micro[name]`, without gradient.
 
     bash scripts/demo.sh                                                              # a tiny model on a CPU, minutes
     python grpo.py --model Qwen/Qwen2.5-0.5B-Instruct                                 # one GPU of 24 GB, GSM8K
@@ -158,8 +158,8 @@ class Args(
     same number in the group (arXiv:2505.11821)."""
     clip_low: Fraction | None = None
     """The ratio is clipped below at 1 - this. dppo leaves out a token with a negative advantage
-    whose probability has fallen by more than this since it was sampled, dppo_kl one whose KL is
-    above this. Default: the variant's."""
+    whose probability has fallen by more than this since it was sampled; dppo_kl leaves out one at
+    which the KL from the policy that sampled is above this. Default: the variant's."""
     clip_high: NonNegativeFloat | None = None
     """The ratio is clipped above at 1 + this. dppo and dppo_kl: as --clip_low, for a token with a
     positive advantage whose probability has risen. Default: the variant's."""
@@ -493,9 +493,9 @@ def off_policy_mask(
 def loss_reduction(
     how: str, mask: Tensor, mini: list[int], updates: list[tuple[int, list[int]]], max_length: int
 ) -> Callable:
-    """Return a function (x, m) that makes one number of the token losses x (n, T) of a micro-batch
-    and its mask m (n, T): its share of the loss of an update, with counts over all ranks and
-    micro-batches.
+    """Return a function of the token losses x (n, T) of a micro-batch and of their mask m (n, T).
+    It returns one number, the micro-batch's share of the loss of an update. Counts are those of
+    all ranks and micro-batches.
 
     Args:
         how: "token" = sum / tokens of the update; "step_token" = sum / mean number of tokens of an
@@ -760,8 +760,8 @@ def final_scores(scores: Tensor, lengths: Tensor, stopped: Tensor, args: Args) -
     """
     if args.non_stop_penalty:
         value = args.penalty_reward_value
-        kept = stopped | scores.isnan()  # no penalty in place of a missing score
-        scores = scores.where(kept, scores.clamp(max=0) if value is None else value)
+        keeps_score = stopped | scores.isnan()  # no penalty in place of a missing score
+        scores = scores.where(keeps_score, scores.clamp(max=0) if value is None else value)
     if args.overlong_buffer:
         over = lengths - (args.max_response_length - args.overlong_buffer)
         scores = scores - (over.to(scores.dtype) / args.overlong_buffer).clamp(0, 1)

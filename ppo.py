@@ -341,13 +341,11 @@ def whiten(x: Tensor, mask: Tensor) -> Tensor:
     """Return (x - mean) / sqrt(var + 1e-8) over the entries where mask is set, var unbiased; 0
     elsewhere. Any shape.
     """
-    values = x[mask]  # (tokens,)
-    # Equal values become exactly 0. Their mean may be rounded to another number, and the rounding
-    # error would be whitened.
-    values = values - values[:1]
-    values = values - values.mean()
-    variance = values.square().sum() / max(1, len(values) - 1)
-    return torch.zeros_like(x).masked_scatter(mask, values * torch.rsqrt(variance + 1e-8))
+    values = x.double()  # the mean of many equal float32 is another number: its error would grow
+    mean = masked_mean(values, mask)
+    variance = masked_sum((values - mean).square(), mask) / (mask.sum() - 1).clamp(min=1)
+    white = (values - mean) * torch.rsqrt(variance + 1e-8)
+    return white.where(mask, 0.0).to(x.dtype)
 
 
 def token_rewards(
@@ -444,7 +442,7 @@ def filter_weights(grouped: Tensor, kind: str) -> Tensor:
     scores = torch.where(scored, grouped, 0.0).double()
     best = scored & (scores == scores.masked_fill(~scored, -torch.inf).amax(1, keepdim=True))
     worst = scored & (scores == scores.masked_fill(~scored, torch.inf).amin(1, keepdim=True))
-    # Rows that add up to 1; a row of zeros stays as it is.
+    # Rows that add up to 1; a row of zeros stays as it is. (Each row holds 0s and 1s.)
     normalise = lambda rows: rows / rows.sum(1, keepdim=True).clamp(min=1)
     if kind == "pow":
         # Divided by the largest, so that the sum neither overflows nor rounds to 0.
@@ -533,9 +531,9 @@ def off_policy_mask(
 def loss_reduction(
     how: str, mask: Tensor, mini: list[int], updates: list[tuple[int, list[int]]], max_length: int
 ) -> Callable:
-    """Return a function (x, m) that makes one number of the token losses x (n, T) of a micro-batch
-    and its mask m (n, T): its share of the loss of an update, with counts over all ranks and
-    micro-batches.
+    """Return a function of the token losses x (n, T) of a micro-batch and of their mask m (n, T).
+    It returns one number, the micro-batch's share of the loss of an update. Counts are those of
+    all ranks and micro-batches.
 
     Args:
         how: "token" = sum / tokens of the update; "step_token" = sum / mean number of tokens of an
@@ -662,7 +660,8 @@ class Critic(nn.Module):
             input_ids: (N, L), padded on the right. response_mask: (N, L) bool, set on response
                 tokens. shared: see `Policy.forward`.
         """
-        # The positions before response tokens. The first token is of the query: nothing wraps around.
+        # The positions before response tokens. `roll` would move a set first entry to the
+        # end, but the first token is of the query.
         before = response_mask.roll(-1, 1)
         return {"values": self.scalar(input_ids, before, shared)}
 
@@ -909,8 +908,8 @@ def final_scores(
         scores = scores.clamp(-args.reward_clip, args.reward_clip)
     if args.non_stop_penalty:
         value = args.penalty_reward_value
-        kept = stopped | scores.isnan()  # no penalty in place of a missing score
-        scores = scores.where(kept, scores.clamp(max=0) if value is None else value)
+        keeps_score = stopped | scores.isnan()  # no penalty in place of a missing score
+        scores = scores.where(keeps_score, scores.clamp(max=0) if value is None else value)
     if args.overlong_buffer:
         over = lengths - (args.max_response_length - args.overlong_buffer)
         scores = scores - (over.to(scores.dtype) / args.overlong_buffer).clamp(0, 1)

@@ -26,8 +26,8 @@ whatever is put there (see grpo.py, choice 8). And:
 3. With one update per rollout the ratio is exactly 1, and all of this is REINFORCE with a baseline.
 4. Whitening counts the response tokens of all ranks, its variance is unbiased, and a response
    without a score is out.
-5. The greedy response of remax is scored without its KL: any function of the prompt is a baseline
-   without bias.
+5. The greedy response of remax is scored without its KL: a baseline that does not depend
+   on the response adds no bias.
 
     bash scripts/demo.sh rloo                                                         # a tiny model on a CPU, minutes
     python rloo.py --model Qwen/Qwen2.5-0.5B-Instruct                                 # one GPU of 24 GB, GSM8K
@@ -224,7 +224,7 @@ class Args(
         )
         yield (
             self.gamma == 1 or self.advantage == "reinforce++",
-            "--gamma requires --advantage reinforce++",
+            "a --gamma other than 1 requires --advantage reinforce++",
         )
 
 
@@ -293,13 +293,11 @@ def whiten(x: Tensor, mask: Tensor) -> Tensor:
     """Return (x - mean) / sqrt(var + 1e-8) over the entries where mask is set, var unbiased; 0
     elsewhere. Any shape.
     """
-    values = x[mask]  # (tokens,)
-    # Equal values become exactly 0. Their mean may be rounded to another number, and the rounding
-    # error would be whitened.
-    values = values - values[:1]
-    values = values - values.mean()
-    variance = values.square().sum() / max(1, len(values) - 1)
-    return torch.zeros_like(x).masked_scatter(mask, values * torch.rsqrt(variance + 1e-8))
+    values = x.double()  # the mean of many equal float32 is another number: its error would grow
+    mean = masked_mean(values, mask)
+    variance = masked_sum((values - mean).square(), mask) / (mask.sum() - 1).clamp(min=1)
+    white = (values - mean) * torch.rsqrt(variance + 1e-8)
+    return white.where(mask, 0.0).to(x.dtype)
 
 
 def token_rewards(
@@ -342,8 +340,8 @@ def reward_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
 
 
 def minus_mean(grouped: Tensor, weights: Tensor) -> Tensor:
-    """Return R_i minus the weighted mean of its group, for P prompts: scores and positive weights
-    (P, G), (P, G) -> (P, G).
+    """Return R_i minus the weighted mean of its group, for P prompts: scores (P, G) and positive
+    weights (P, G) -> (P, G).
     """
     scored = grouped.isfinite()
     total = masked_sum(weights, scored, 1)
@@ -424,9 +422,9 @@ def off_policy_mask(
 def loss_reduction(
     how: str, mask: Tensor, mini: list[int], updates: list[tuple[int, list[int]]], max_length: int
 ) -> Callable:
-    """Return a function (x, m) that makes one number of the token losses x (n, T) of a micro-batch
-    and its mask m (n, T): its share of the loss of an update, with counts over all ranks and
-    micro-batches.
+    """Return a function of the token losses x (n, T) of a micro-batch and of their mask m (n, T).
+    It returns one number, the micro-batch's share of the loss of an update. Counts are those of
+    all ranks and micro-batches.
 
     Args:
         how: "token" = sum / tokens of the update; "step_token" = sum / mean number of tokens of an
@@ -657,8 +655,8 @@ def final_scores(scores: Tensor, lengths: Tensor, stopped: Tensor, args: Args) -
     """
     if args.non_stop_penalty:
         value = args.penalty_reward_value
-        kept = stopped | scores.isnan()  # no penalty in place of a missing score
-        scores = scores.where(kept, scores.clamp(max=0) if value is None else value)
+        keeps_score = stopped | scores.isnan()  # no penalty in place of a missing score
+        scores = scores.where(keeps_score, scores.clamp(max=0) if value is None else value)
     if args.overlong_buffer:
         over = lengths - (args.max_response_length - args.overlong_buffer)
         scores = scores - (over.to(scores.dtype) / args.overlong_buffer).clamp(0, 1)
@@ -778,8 +776,8 @@ def token_advantages(
             advantages = leave_one_out(grouped)
         else:
             advantages = minus_mean(grouped, lengths if kind == "opo" else torch.ones_like(lengths))
-        # 0 where all R of a group are equal. An R that the KL has made NaN stays NaN, and
-        # `Optimizer.step` skips the update. (The next statement sets missing scores to 0.)
+        # 0 where all R of a group are equal. A missing score gets its 0 below, by `scored`. An R
+        # that the KL has made NaN stays NaN, and `Optimizer.step` skips the update.
         advantages = advantages.masked_fill(
             equal_scores(grouped)[:, None] & grouped.isfinite(), 0.0
         ).flatten()
