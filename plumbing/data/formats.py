@@ -29,23 +29,23 @@ EXCHANGES = TypeAdapter(list[tuple[str, str]])  # of Alpaca's history
 # ---- prompts: functions (place, row, the value of the column) -> text or messages ----------------
 
 
-def read_messages_or_text(where: str, row: dict, prompt: Any):
+def as_messages(where: str, value: Any):
     """Return text or messages as they are; messages may be ShareGPT's turns, and JSON text."""
-    if isinstance(prompt, str) and re.match(r"\s*\[\s*\{", prompt):
-        prompt = messages_of_text(prompt)
-    if isinstance(prompt, list) and all(isinstance(x, dict) and "from" in x for x in prompt):
-        prompt = [read_sharegpt_turn(where, turn) for turn in prompt]
-    return prompt
+    if isinstance(value, str) and re.match(r"\s*\[\s*\{", value):
+        turns = of_json(value)
+        if all(isinstance(turn, dict) and {"role", "from"} & turn.keys() for turn in turns):
+            value = turns
+    if isinstance(value, list) and all(isinstance(x, dict) and "from" in x for x in value):
+        value = [read_sharegpt_turn(where, turn) for turn in value]
+    return value
 
 
-def messages_of_text(text: str):
-    """Return the messages that a text holds as JSON, or the text itself if it holds none."""
+def of_json(value: Any):
+    """Return what a text holds as JSON; the text itself if it holds none, and any other value."""
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-    is_message = [isinstance(turn, dict) and {"role", "from"} & turn.keys() for turn in value]
-    return value if all(is_message) else text
+        return json.loads(value)
+    except (TypeError, ValueError, RecursionError):
+        return value
 
 
 def read_sharegpt_turn(where: str, turn: dict) -> dict:
@@ -61,30 +61,28 @@ def read_sharegpt_turn(where: str, turn: dict) -> dict:
     return {**message, "tool_calls": calls if isinstance(calls, list) else [calls]}
 
 
-def read_sharegpt(where: str, row: dict, turns: Any):
-    """Return ShareGPT's turns behind its `system`."""
-    return behind(row, [], read_messages_or_text(where, row, turns))
-
-
-def read_alpaca(where: str, row: dict, instruction: Any):
-    """Return Alpaca's instruction and `input`, behind its `system` and `history`."""
-    prompt = read_messages_or_text(where, row, instruction)
+def read_alpaca(where: str, row: dict, prompt: Any):
+    """Return Alpaca's instruction and `input`, behind its `history`."""
     if is_filled(row.get("input")):
         texts = [prompt, row["input"]]
         prompt = "\n\n".join(validate(f"{where}: instruction, input", texts, TURNS, "text"))
     history = []
     for texts in validate(f"{where}: history", row.get("history") or [], EXCHANGES, "turn"):
         history += [{"role": r, "content": x} for r, x in zip(("user", "assistant"), texts)]
-    return behind(row, history, prompt)
+    return behind(history, prompt)
 
 
-def behind(row: dict, turns: list[dict], prompt: Any):
-    """Return a prompt behind the row's system turn, if it has one, and other turns."""
-    if is_filled(row.get("system")):
-        turns = [{"role": "system", "content": row["system"]}, *turns]
+def behind(turns: list[dict], prompt: Any):
+    """Return a prompt behind other turns, unless it begins with them."""
     if turns and isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
-    return turns + prompt if turns else prompt
+    return turns + prompt if isinstance(prompt, list) and prompt[:1] != turns else prompt
+
+
+def with_system(row: dict, prompt: Any):
+    """Return a prompt behind the row's system turn, if it has one."""
+    turns = [{"role": "system", "content": row[x]} for x in SYSTEM if is_filled(row.get(x))]
+    return behind(turns, prompt)
 
 
 def read_src_and_tgt(where: str, row: dict, src: Any) -> list[dict]:
@@ -108,21 +106,15 @@ def read_src_and_tgt(where: str, row: dict, src: Any) -> list[dict]:
     return messages
 
 
-# The columns of prompts, in the order in which they are looked for, and the functions that read
-# them. --prompt_column may name any other one.
-PROMPTS: dict[str, Callable] = {
-    "prompt": read_messages_or_text,  # TRL, verl
-    "question": read_messages_or_text,  # GSM8K
-    "messages": read_messages_or_text,  # open-instruct
-    "problem": read_messages_or_text,  # MATH
-    "quiz": read_messages_or_text,  # Knights and Knaves
-    "src": read_src_and_tgt,  # PaddleNLP
-    "instruction": read_alpaca,
-    "conversations": read_sharegpt,
-}
+# The columns of prompts, in the order in which they are looked for: of TRL and verl, GSM8K,
+# open-instruct, MATH, Knights and Knaves, PaddleNLP, Alpaca and ShareGPT. --prompt_column may name
+# any other one.
+PROMPTS = "prompt question messages problem quiz src instruction conversations".split()
+FORMS: dict[str, Callable] = {"src": read_src_and_tgt, "instruction": read_alpaca}
+SYSTEM = ("system", "system_prompt")  # columns of a turn before the prompt
 # The columns that are looked for, in this order; a dot goes into an object.
 COLUMNS = {
-    "prompt": list(PROMPTS),
+    "prompt": PROMPTS,
     # Of rows to learn from that have no response: ultrachat_200k has the first turn as prompt, too.
     "conversation": ["messages", "conversations", *PROMPTS],
     # Knights and Knaves' solution as text stands before the one as a list.
@@ -207,7 +199,10 @@ def read_prompt(where: str, row: dict, column: str):
     prompt = value_at(row, column)
     if not is_filled(prompt):
         raise UserError(f"{where}: has nothing in column {column!r}")
-    return PROMPTS.get(column, read_messages_or_text)(where, row, prompt)
+    prompt = as_messages(where, prompt)
+    if column in FORMS:
+        prompt = FORMS[column](where, row, prompt)
+    return with_system(row, prompt)
 
 
 def read_answer(where: str, row: dict, column: str | None, last_turn: str | None):

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from plumbing.data.cache import check_rows_fit, encode_rows, leave_out, numbers_of
 from plumbing.data.encoding import Text
-from plumbing.data.formats import PROMPTS, read_prompt
+from plumbing.data.formats import PROMPTS, read_prompt, with_system
 from plumbing.data.messages import Message, read_messages
 from plumbing.data.mixture import stream
 from plumbing.data.prompts import SHORT, without
@@ -118,7 +118,7 @@ def read_pair(where: str, row: dict) -> list[list[Message]]:
     filled = (name for name in PROMPTS if row.get(name) not in (None, "", []))
     column = next(filled, None)
     prompt = read_messages(where, read_prompt(where, row, column)) if column else []
-    sides = [read_side(where, name, row.get(name), prompt) for name in SIDES]
+    sides = [read_side(where, name, row, prompt) for name in SIDES]
     chosen, rejected = ([message.as_dict() for message in side] for side in sides)
     if chosen == rejected:
         raise UserError(f"{where}: the chosen and the rejected response are the same")
@@ -145,24 +145,27 @@ def read_ranked(where: str, row: dict) -> dict:
     return {"prompt": prompt, "chosen": responses[chosen], "rejected": responses[1 - chosen]}
 
 
-def read_side(where: str, name: str, response: Any, prompt: list[Message]) -> list[Message]:
+def read_side(where: str, name: str, row: dict, prompt: list[Message]) -> list[Message]:
     """Return a response behind its prompt.
 
     Args:
-        response: text; or messages, of which the last one is the response. If the first one is the
-            user's, or the system's, they hold the prompt, too.
+        name: of the response: text; or messages, of which the last one is the response. If the first
+            one is the user's, or the system's, they hold the prompt, too.
     """
+    where = f"{where} {name}"
+    response = row.get(name)
     response = [response] if isinstance(response, dict) else response
+    lacks = f"{where}: is no response"
     if not isinstance(response, str | list):
-        raise UserError(f"{where}: has no {name} response")
-    turns = read_messages(f"{where} {name}", response, "assistant")
+        raise UserError(lacks)
+    turns = read_messages(where, response, "assistant")
     if turns[-1].role != "assistant":
-        raise UserError(
-            f"{where}: messages of the {name} side have to end with a turn of the assistant"
-        )
+        raise UserError(f"{where}: has to end with a turn of the assistant")
     if not turns[-1].says:
-        raise UserError(f"{where}: has no {name} response")
-    return prompt + turns if turns[0].role == "assistant" else turns
+        raise UserError(lacks)
+    if turns[0].role == "assistant":
+        return prompt + turns
+    return read_messages(where, with_system(row, response))
 
 
 def is_number(value: Any) -> bool:
