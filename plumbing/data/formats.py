@@ -218,8 +218,9 @@ def read_answer(where: str, row: dict, column: str | None, last_turn: str | None
     # IFEval's rows, for the reward ifeval
     if answer is None and is_filled(row.get("instruction_id_list")):
         answer = {"instruction_id": row["instruction_id_list"], "kwargs": row.get("kwargs")}
-    if is_turn_of_assistant(answer):  # TRL's completions are messages, too
-        answer = read_messages(where, answer)[-1].content
+    turns = as_messages(where, answer)
+    if is_turn_of_assistant(turns):  # TRL's completions are messages, too
+        answer = read_messages(where, turns)[-1].content
     return answer
 
 

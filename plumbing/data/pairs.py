@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from plumbing.data.cache import check_rows_fit, encode_rows, leave_out, numbers_of
 from plumbing.data.encoding import Text
-from plumbing.data.formats import PROMPTS, read_prompt, with_system
+from plumbing.data.formats import PROMPTS, as_messages, read_prompt, with_system
 from plumbing.data.messages import Message, read_messages
 from plumbing.data.mixture import stream
 from plumbing.data.prompts import SHORT, without
@@ -154,7 +154,7 @@ def read_side(where: str, name: str, row: dict, prompt: list[Message]) -> list[M
     """
     where = f"{where} {name}"
     response = row.get(name)
-    response = [response] if isinstance(response, dict) else response
+    response = as_messages(where, [response] if isinstance(response, dict) else response)
     lacks = f"{where}: is no response"
     if not isinstance(response, str | list):
         raise UserError(lacks)

@@ -17,6 +17,7 @@ from plumbing.data.formats import (
     COLUMNS,
     Columns,
     Learn,
+    as_messages,
     find_column,
     is_filled,
     named_sources,
@@ -338,6 +339,7 @@ def turns_to_learn(
         messages: the prompt.
     """
     turns = messages
+    response = as_messages(where, response)
     if is_filled(response) and isinstance(response, str | list):
         before = messages[:-1] if messages[-1].role == "assistant" else messages
         turns = [turn.model_copy(update={"weight": 0}) for turn in before]
