@@ -325,6 +325,8 @@ def test_columns_with_dots(tokenizer, tmp_path, capsys):
         one(row, tmp_path, tokenizer, **{**names, "answer_column": "out.a"})[1]
         == "exactly so called"
     )
+    row["out"] = '{"a": {"b": 42}}'
+    assert one(row, tmp_path, tokenizer, **names)[1] == 42
     names["answer_column"] = "in.text.b"
     line = refused(capsys, lambda: one(row, tmp_path, tokenizer, **names))
     assert "has nothing in column 'in.text.b'; name a column with --answer_column" in line

@@ -118,7 +118,10 @@ COLUMNS = {
     # Of rows to learn from that have no response: ultrachat_200k has the first turn as prompt, too.
     "conversation": ["messages", "conversations", *PROMPTS],
     # Knights and Knaves' solution as text stands before the one as a list.
-    "answer": "answer ground_truth reward_model.ground_truth solution_text solution tgt completion output".split(),
+    "answer": (
+        "answer ground_truth reward_model.ground_truth verification_info.ground_truth expected_answer "
+        "solution_text solution tgt completion output"
+    ).split(),
     # The solution rather than its result.
     "response": "response completion solution tgt answer output".split(),
 }
@@ -139,13 +142,14 @@ class Columns(NamedTuple):
 
 
 def value_at(row: dict, column: str | None):
-    """Return what a row has in a column, where "a.b" is b in the object a; None if it has no such
-    column.
+    """Return what a row has in a column, where "a.b" is b in the object a, or in its JSON text; None
+    if it has no such column.
     """
     if column is None or column in row:
         return row.get(column)
     value: Any = row
     for part in column.split("."):
+        value = of_json(value)
         value = value.get(part) if isinstance(value, dict) else None
     return value
 
