@@ -187,12 +187,8 @@ def find_column(where: str, kind: str, named: str, rows: list[dict]) -> str | No
 # ---- what a row has ------------------------------------------------------------------------------
 
 
-def read_prompt(where: str, row: dict, column: str):
-    """Return the prompt of a row, text or messages that are not yet checked; raise a UserError if it
-    has none, or has more than text.
-
-    Messages end with the assistant's turn if the row has it there.
-    """
+def check_is_text(where: str, row: dict) -> None:
+    """Raise a UserError if a row has more than text."""
     for name, value in row.items():
         # As `datasets` stores a file.
         is_file = isinstance(value, dict) and isinstance(value.get("bytes"), str | bytes)
@@ -200,6 +196,14 @@ def read_prompt(where: str, row: dict, column: str):
             raise UserError(
                 f"{where}: has {name}, and only text is read; without it, remove the column"
             )
+
+
+def read_prompt(where: str, row: dict, column: str):
+    """Return the prompt of a row, text or messages that are not yet checked; raise a UserError if it
+    has none.
+
+    Messages end with the assistant's turn if the row has it there.
+    """
     prompt = value_at(row, column)
     if not is_filled(prompt):
         raise UserError(f"{where}: has nothing in column {column!r}")

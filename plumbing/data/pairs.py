@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from plumbing.data.cache import check_rows_fit, encode_rows, leave_out, numbers_of
 from plumbing.data.encoding import Text
-from plumbing.data.formats import PROMPTS, as_messages, read_prompt, with_system
+from plumbing.data.formats import PROMPTS, as_messages, check_is_text, read_prompt, with_system
 from plumbing.data.messages import Message, read_messages
 from plumbing.data.mixture import stream
 from plumbing.data.prompts import SHORT, without
@@ -113,6 +113,7 @@ def read_pair(where: str, row: dict) -> list[list[Message]]:
 
     Raise a UserError, naming the row, if a side is missing or the two are equal.
     """
+    check_is_text(where, row)
     if "response" in row and "sort" in row:
         row = read_ranked(where, row)
     filled = (name for name in PROMPTS if row.get(name) not in (None, "", []))

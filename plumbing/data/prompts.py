@@ -18,6 +18,7 @@ from plumbing.data.formats import (
     Columns,
     Learn,
     as_messages,
+    check_is_text,
     find_column,
     is_filled,
     named_sources,
@@ -243,6 +244,7 @@ def make_prompts(
         text to learn], if there is one, "teacher_query": [the teacher's prompt], if it is another}.
         One, or as `learn` says; none if the row is not read.
     """
+    check_is_text(where, row)
     prompt = read_prompt(where, row, columns.prompt)
     if not span[0] <= zlib.crc32(repr(prompt).encode()) / 2**32 < span[1]:
         return []
