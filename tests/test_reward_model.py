@@ -242,6 +242,11 @@ def test_stop_token_stands_once_at_the_end(load, capsys):
     assert (pair["chosen"], pair["rejected"]) == ([*ids, four, dot], [*ids, five, dot])
 
 
+def test_pairs_without_a_known_prompt_are_warned_of(load, capsys):
+    load([{"input": "2+2=", **TEXTS}])
+    assert "none of prompt, question" in capsys.readouterr().err
+
+
 def test_margin_and_subset(load):
     more = [
         {"margin": 0.5, "subset": "a"},

@@ -15,7 +15,7 @@ from plumbing.data.mixture import stream
 from plumbing.data.prompts import SHORT, without
 from plumbing.data.rendering import Rendering
 from plumbing.data.rows import read_rows, split_of
-from utils import UserError, say
+from utils import UserError, say, warn
 
 # Token ids of prompt and response, in a pair as `load_pairs` makes it.
 SIDES = ("chosen", "rejected")
@@ -71,6 +71,10 @@ def load_pairs(
     pairs = encode_rows(flag, dataset, raw, make, tokenizer, stop_ids)
     for part in TEXTS:
         say(f"{where}: {part}: {SHORT.repr(pairs[0][part])}")
+    if not pairs[0]["prompt"]:
+        warn(
+            f"{where}: has none of {', '.join(PROMPTS)}, so chosen and rejected are read as whole texts"
+        )
     lengths = np.maximum(*(numbers_of(pairs, side) for side in SIDES))
     why = f"which have more tokens than --max_length {args.max_length}"
     return leave_out(where, pairs, lengths <= args.max_length, why)
@@ -156,7 +160,7 @@ def read_side(where: str, name: str, row: dict, prompt: list[Message]) -> list[M
     where = f"{where} {name}"
     response = row.get(name)
     response = as_messages(where, [response] if isinstance(response, dict) else response)
-    lacks = f"{where}: is no response"
+    lacks = f"{where}: is no response; the columns of the row are {', '.join(row)}"
     if not isinstance(response, str | list):
         raise UserError(lacks)
     turns = read_messages(where, response, "assistant")
