@@ -90,12 +90,12 @@ def make_pair(where: str, row: dict, rendering: Rendering) -> list[dict]:
         raise UserError(f"{where}: margin must be a number, not {str(margin)[:60]!r}")
     subset = None if row.get("subset") is None else str(row["subset"])
     pair: dict[str, Any] = {"prompt": "", "margin": margin, "subset": subset, "problem": ""}
-    tools = rendering.tools_of(where, row)
+    rendering = rendering.of_row(where, row)
     for side, (*messages, turn) in zip(SIDES, read_pair(where, row)):
         if messages:
             *before, last = rendering.dialogue([*messages, turn])
-            query = rendering.prompt(where, before, tools)
-            text = rendering.turn(where, before, query, last, tools)
+            query = rendering.prompt(where, before)
+            text = rendering.turn(where, before, query, last)
             pair["prompt"] = query.shown
             pair[side] = [query, text]
         else:

@@ -138,6 +138,7 @@ def load_prompts(
         stop_ids,
         as_is=args.chat_template == "none",
         tools=conversations and conversations.schemas,
+        converses=conversations is not None,
     )
     rendering = make_rendering(args.system_prompt)
     make_teacher_query = None
@@ -256,12 +257,12 @@ def make_prompts(
     if learn:
         turns, learned = turns_to_learn(where, messages, value_at(others, text_column))
     target_from = text_column if learn in ("turns", "conversations") else columns.answer
-    tools = rendering.tools_of(where, row)
+    rendering = rendering.of_row(where, row)
     stop = "".join(rendering.stops[:1])
     made = []
     for i in learned or [len(messages) - has_turn]:
         before = rendering.dialogue(turns[:i])
-        query = rendering.prompt(where, before, tools)
+        query = rendering.prompt(where, before)
         last_turn = turns[i].content if i < len(turns) else None
         answer = read_answer(where, others, columns.answer, last_turn)
         encoded = {
@@ -276,10 +277,10 @@ def make_prompts(
         }
         encoded["problem"] = why_unscorable(where, encoded, sources)
         if make_teacher_query:
-            text = make_teacher_query(where, row, turns[:i], tools, alone=len(learned) < 2)
+            text = make_teacher_query(where, row, turns[:i], alone=len(learned) < 2)
             encoded["teacher_query"] = [text]
         if learned and learn != "prompts":
-            text = rendering.turn(where, before, query, turns[i].as_dict(), tools)
+            text = rendering.turn(where, before, query, turns[i].as_dict())
             encoded |= {"target": text.shown.removesuffix(stop), "response": [text]}
         made.append(encoded)
     return join_turns(made, stop) if learn == "conversations" else made
@@ -292,7 +293,6 @@ def teacher_query(
     where: str,
     row: dict,
     turns: list[Message],
-    tools: list[dict] | None,
     alone: bool,
 ) -> Text:
     """Return the prompt that the teacher reads before a turn; raise a UserError if --teacher_prompt
@@ -326,7 +326,7 @@ def teacher_query(
         turns = read_messages(where, filled if fields else value(prompt))
     if system_prompt:
         turns = [turn for turn in turns if turn.role != "system"]
-    return rendering.prompt(where, rendering.dialogue(turns), tools)
+    return rendering.of_row(where, row).prompt(where, rendering.dialogue(turns))
 
 
 def turns_to_learn(
