@@ -19,7 +19,8 @@ from plumbing.data.rows import validate
 from plumbing.models.tokenizer import template_values
 from utils import UserError, as_user_error
 
-SCHEMAS = TypeAdapter(list[dict[str, Any]] | Json[list[dict[str, Any]]])
+OBJECT = dict[str, Any]
+SCHEMAS = TypeAdapter(list[OBJECT | Json[OBJECT]] | Json[list[OBJECT]])
 
 
 class Rendering:
