@@ -66,10 +66,14 @@ def read_alpaca(where: str, row: dict, prompt: Any):
     if is_filled(row.get("input")):
         texts = [prompt, row["input"]]
         prompt = "\n\n".join(validate(f"{where}: instruction, input", texts, TURNS, "text"))
-    history = []
-    for texts in validate(f"{where}: history", row.get("history") or [], EXCHANGES, "turn"):
-        history += [{"role": r, "content": x} for r, x in zip(("user", "assistant"), texts)]
-    return behind(history, prompt)
+    history = validate(f"{where}: history", row.get("history") or [], EXCHANGES, "turn")
+    return behind(as_turns(history), prompt)
+
+
+def as_turns(exchanges: Sequence[Sequence[str]]) -> list[dict]:
+    """Return exchanges, texts of the user and the assistant, as messages."""
+    roles = ("user", "assistant")
+    return [{"role": role, "content": x} for texts in exchanges for role, x in zip(roles, texts)]
 
 
 def behind(turns: list[dict], prompt: Any):
@@ -100,10 +104,7 @@ def read_src_and_tgt(where: str, row: dict, src: Any) -> list[dict]:
         raise UserError(
             f"{where}: has {len(src)} turns in src and {len(tgt)} in tgt, which requires as many or one less"
         )
-    messages = [{"role": "user", "content": text} for text in src]
-    for i, text in enumerate(tgt):
-        messages.insert(2 * i + 1, {"role": "assistant", "content": text})
-    return messages
+    return as_turns([*zip(src, tgt), src[len(tgt) :]])
 
 
 # The columns of prompts, in the order in which they are looked for: of TRL and verl, GSM8K,
