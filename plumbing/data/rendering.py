@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from plumbing.data.encoding import CUT, Text, guarded
 from plumbing.data.formats import is_filled
-from plumbing.data.messages import THOUGHTS, Message, without_nulls
+from plumbing.data.messages import THOUGHTS, Message, without_empty
 from plumbing.data.rows import validate
 from plumbing.models.tokenizer import template_values
 from utils import UserError, as_user_error
@@ -71,7 +71,8 @@ class Rendering:
             return made
         if self.tools:
             raise UserError(f"{where}: has tools of its own beside --tools")
-        schemas = map(without_nulls, validate(f"{where}: tools", row["tools"], SCHEMAS, "tool"))
+        schemas = validate(f"{where}: tools", row["tools"], SCHEMAS, "tool")
+        schemas = [without_empty(x, empty=(None,)) for x in schemas]
         made.tools = [
             x if "function" in x else {"type": "function", "function": x} for x in schemas
         ]
