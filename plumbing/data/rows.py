@@ -36,6 +36,7 @@ class Row(TypedDict, total=False):
 # Raise it when a change of the code reads or encodes rows in another way: the names of cache files
 # are hashes of it, too (tests/test_data.py).
 VERSION = 5
+FILE = r"\.(jsonl?|csv|parquet)(\.(gz|bz2|xz|zst))?$"  # how the name of a file ends
 # The columns of a table whose rows are JSON: the place of a row, for messages, and the row.
 AT, LINE = "place", "line of JSON"
 
@@ -77,7 +78,8 @@ def read_rows(flag: str, name: str, split: str):
     name, split = split_of(name, split)
     built_in, _, task = name.partition(":")
     sizes = tasks.BUILT_IN.get(built_in)
-    on_hub = not sizes and not os.path.exists(name) and name.count("/") == 1
+    is_local = os.path.exists(name) or re.search(FILE, name)
+    on_hub = not sizes and not is_local and name.count("/") == 1
     if on_hub:
         go_offline_if_unreachable()  # before the import, which reads what it sets
     import datasets
@@ -113,7 +115,7 @@ def read_file(name: str):
 
     from plumbing.data.lines import Lines
 
-    kind = re.search(r"\.(jsonl?|csv|parquet)(\.(gz|bz2|xz|zst))?$", name)
+    kind = re.search(FILE, name)
     if not kind:
         raise ValueError("a file has to end in .jsonl, .json, .csv or .parquet")
     with open(name, "rb") as file:
