@@ -1,5 +1,7 @@
 """The forms in which rows come: in which columns prompt, answer and response are, and how each form is read."""
 
+import ast
+import contextlib
 import json
 import re
 from typing import Annotated, Any, Callable, Literal, NamedTuple, Sequence
@@ -30,9 +32,10 @@ EXCHANGES = TypeAdapter(list[tuple[str, str]])  # of Alpaca's history
 
 
 def as_messages(where: str, value: Any):
-    """Return text or messages as they are; messages may be ShareGPT's turns, and JSON text."""
+    """Return text or messages as they are; messages may be ShareGPT's turns, and
+    text."""
     if isinstance(value, str) and re.match(r"\s*\[\s*\{", value):
-        turns = of_json(value)
+        turns = of_text(value)
         if all(isinstance(turn, dict) and {"role", "from"} & turn.keys() for turn in turns):
             value = turns
     if isinstance(value, list) and all(isinstance(x, dict) and "from" in x for x in value):
@@ -40,12 +43,14 @@ def as_messages(where: str, value: Any):
     return value
 
 
-def of_json(value: Any):
-    """Return what a text holds as JSON; the text itself if it holds none, and any other value."""
-    try:
-        return json.loads(value)
-    except (TypeError, ValueError, RecursionError):
-        return value
+def of_text(value: Any):
+    """Return what a text holds as JSON, or as Python, which pandas writes into a .csv file; the text
+    itself if it holds none, and any other value.
+    """
+    for read in (json.loads, ast.literal_eval):
+        with contextlib.suppress(TypeError, ValueError, SyntaxError, RecursionError, MemoryError):
+            return read(value)
+    return value
 
 
 def read_sharegpt_turn(where: str, turn: dict) -> dict:
@@ -143,14 +148,14 @@ class Columns(NamedTuple):
 
 
 def value_at(row: dict, column: str | None):
-    """Return what a row has in a column, where "a.b" is b in the object a, or in its JSON text; None
+    """Return what a row has in a column, where "a.b" is b in the object a, or in its text; None
     if it has no such column.
     """
     if column is None or column in row:
         return row.get(column)
     value: Any = row
     for part in column.split("."):
-        value = of_json(value)
+        value = of_text(value)
         value = value.get(part) if isinstance(value, dict) else None
     return value
 
