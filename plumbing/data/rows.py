@@ -5,12 +5,13 @@ import json
 import logging
 import os
 import re
+from pathlib import Path
 from typing import Annotated, Any, Iterable, Iterator, TypedDict
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from plumbing.models.config import go_offline_if_unreachable
-from utils import UserError, as_user_error
+from utils import UserError, as_user_error, warn
 
 
 class Row(TypedDict, total=False):
@@ -178,6 +179,11 @@ def read_data_set(name: str, split: str):
             raise ValueError(f"has the splits {', '.join(saved)}, not {split!r}")
         return saved[split]
     builder = datasets.load_dataset_builder(name, config or None)
+    # Of several kinds of files the library reads one, and of names with splits no others.
+    known: list[str] = sum(builder.config.data_files.values(), [])
+    for path in Path(name).resolve().rglob("*"):
+        if re.search(FILE, path.name) and str(path) not in known:
+            warn(f"{path}: is not read, as other files of the folder are")
     if isinstance(builder, (Json, Csv)) and not getattr(builder.config, "field", None):
         # Named as the library's, whose cache finds it without a network, too.
         builder = Lines(
