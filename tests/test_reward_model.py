@@ -252,6 +252,8 @@ def test_margin_and_subset(load):
         {"margin": 0.5, "subset": "a"},
         {"margin": -2, "subset": 7},
         {"margin": None, "subset": None},
+        {"margin": "", "subset": None},
+        {"margin": "0.5"},
         {},
     ]
     pairs = load([{"prompt": "2+2=", **TEXTS, **columns} for columns in more])
@@ -259,6 +261,8 @@ def test_margin_and_subset(load):
         (0.5, "a"),
         (-2, "7"),
         (0, None),
+        (0, None),
+        (0.5, None),
         (0, None),
     ]
 

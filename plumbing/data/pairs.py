@@ -9,7 +9,14 @@ from transformers import PreTrainedTokenizerBase
 
 from plumbing.data.cache import check_rows_fit, encode_rows, leave_out, numbers_of
 from plumbing.data.encoding import Text
-from plumbing.data.formats import PROMPTS, as_messages, check_is_text, read_prompt, with_system
+from plumbing.data.formats import (
+    PROMPTS,
+    as_messages,
+    check_is_text,
+    of_text,
+    read_prompt,
+    with_system,
+)
 from plumbing.data.messages import Message, read_messages
 from plumbing.data.mixture import stream
 from plumbing.data.prompts import SHORT, without
@@ -85,7 +92,7 @@ def load_pairs(
 
 def make_pair(where: str, row: dict, rendering: Rendering) -> list[dict]:
     """Return the pair of a row, for `encode_rows`: see `load_pairs`."""
-    margin = 0.0 if row.get("margin") is None else row["margin"]
+    margin = of_text(row.get("margin") or 0.0)  # a .csv file has texts
     if not is_number(margin):
         raise UserError(f"{where}: margin must be a number, not {str(margin)[:60]!r}")
     subset = None if row.get("subset") is None else str(row["subset"])
@@ -160,14 +167,12 @@ def read_side(where: str, name: str, row: dict, prompt: list[Message]) -> list[M
     where = f"{where} {name}"
     response = row.get(name)
     response = as_messages(where, [response] if isinstance(response, dict) else response)
-    lacks = f"{where}: is no response; the columns of the row are {', '.join(row)}"
-    if not isinstance(response, str | list):
-        raise UserError(lacks)
-    turns = read_messages(where, response, "assistant")
+    is_given = isinstance(response, str | list)
+    turns = read_messages(where, response, "assistant") if is_given else []
+    if not is_given or not turns[-1].says:
+        raise UserError(f"{where}: is no response; the columns of the row are {', '.join(row)}")
     if turns[-1].role != "assistant":
         raise UserError(f"{where}: has to end with a turn of the assistant")
-    if not turns[-1].says:
-        raise UserError(lacks)
     if turns[0].role == "assistant":
         return prompt + turns
     return read_messages(where, with_system(row, response))
