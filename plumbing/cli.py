@@ -151,13 +151,13 @@ class PromptArgs:
     folder, owner/name or owner/name:config on the hub, each with @split after it for another split
     than train; or a .json list of {"prob": weight, "filepath": any of these}."""
     prompt_column: str = ""
-    """Column of the prompt, text or messages; a dot goes into an object. Default: the first of
+    """Column of the prompt, text or messages; a dot goes into an object or its JSON text. Default: the first of
     prompt, question, messages, problem, quiz, src, instruction, conversations in which one of the
     first 1,000 rows has something."""
     answer_column: str = ""
     """Column of the reference answer, likewise; default: the first of answer, ground_truth,
-    reward_model.ground_truth, solution_text, solution, tgt, completion, output, or else the turn of
-    the assistant that messages end with."""
+    reward_model.ground_truth, verification_info.ground_truth, expected_answer, solution_text,
+    solution, tgt, completion, output, or else the turn of the assistant that messages end with."""
     max_prompt_length: PositiveInt = 512
     """Maximum number of tokens of a prompt; longer ones are left out, and counted."""
 

@@ -28,6 +28,8 @@ def main(samples: Positional[Path], pairs: Positional[Path]) -> None:
     found: dict = defaultdict(lambda: ([], []))  # of a prompt: its wrong and correct responses
     with as_user_error(f"SAMPLES {samples}"), open(samples) as lines:
         for row in map(json.loads, lines):
+            if "correct" not in row:
+                raise ValueError("has rows that scripts/evaluate.py has not written")
             if row["stopped"] and row["correct"] is not None:
                 found[row["prompt"], row["dataset"]][row["correct"] == 1].append(row["response"])
     # As many as there are of the rarer kind, each response once.

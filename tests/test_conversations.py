@@ -184,6 +184,13 @@ def test_what_reset_adds_forges_no_turn():
     )
 
 
+def test_what_reset_adds_keeps_the_tools_of_the_row():
+    tokenizer = make_tokenizer(chat_template=helpers.CHAT_TEMPLATE)
+    conversations = Conversations(args_of(), tokenizer, [tokenizer.eos_token_id])
+    row = conversations._prompt_with(row_of(tokenizer, tools=[{"name": "look"}]), " on")
+    assert row["prompt"] == tokenizer.decode(row["query"]) == "[look][user]go on>"
+
+
 def test_conversations_of_several_rollouts_are_bounded_together():
     """The rollouts of several steps, which one engine makes at once."""
     conversations = conversations_of(generation_batch_size=3)

@@ -177,6 +177,17 @@ def test_a_folder_whose_files_differ_in_columns(ending, tmp_path, tokenizer, cap
     assert f"{name} train-00001.jsonl row 1: has nothing in column 'prompt'" in line
 
 
+@pytest.mark.parametrize("other", ["train2.csv", "more.jsonl", "deep/more.parquet"])
+def test_a_folder_whose_files_are_not_all_read(other, tmp_path, capsys):
+    """As datasets chooses them."""
+    (tmp_path / "deep").mkdir()
+    for name in ("train.jsonl", "train-2.jsonl", other):
+        (tmp_path / name).write_text('{"prompt": "1"}\n')
+    assert len(columns_of(tmp_path)) == 2
+    warning = f"warning: {tmp_path / other}: is not read, as other files of the folder are\n"
+    assert capsys.readouterr().err == warning
+
+
 def test_files_of_any_content(tmp_path, capsys):
     """A long cell, .csv in a folder, lines in a .json; lines that are broken, with their file."""
     assert len(columns_of(REPORTED / "19_long_cell.csv")[0]["context"]) > 131_072
@@ -325,6 +336,8 @@ def test_columns_with_dots(tokenizer, tmp_path, capsys):
         one(row, tmp_path, tokenizer, **{**names, "answer_column": "out.a"})[1]
         == "exactly so called"
     )
+    row["out"] = '{"a": {"b": 42}}'
+    assert one(row, tmp_path, tokenizer, **names)[1] == 42
     names["answer_column"] = "in.text.b"
     line = refused(capsys, lambda: one(row, tmp_path, tokenizer, **names))
     assert "has nothing in column 'in.text.b'; name a column with --answer_column" in line

@@ -51,7 +51,7 @@ def tokenizer_of(template: str):
     return tokenizer
 
 
-def load(path, template: str, learn: bool, monkeypatch, **changes) -> list[dict]:
+def load(path, template: str, learn: bool, monkeypatch, talks=None, **changes) -> list[dict]:
     """Return the rows of a file, to learn from, or as prompts of RL."""
     monkeypatch.setattr(cache, "check_fits", lambda *_, **__: None)  # there is no model
     args = vars((distill if learn else grpo).Args(model=str(helpers.ROOT / "assets/tiny")))
@@ -65,7 +65,7 @@ def load(path, template: str, learn: bool, monkeypatch, **changes) -> list[dict]
         tokenizer,
         types.SimpleNamespace(**{**args, **given, **changes}),
         (lambda *_: "") if learn else why_unscorable,
-        None,
+        talks,
         "conversations" if learn else "",
         [tokenizer.eos_token_id],
     )
@@ -160,6 +160,19 @@ def test_pairs_are_compared_with_their_calls(capsys):
         make({**pair, "rejected": pair["chosen"]})
     with pytest.raises(UserError, match="tool_calls, and no prompt before it"):
         make({"chosen": pair["chosen"][1:], "rejected": pair["rejected"][1:]})
+
+
+@real_templates
+def test_values_for_the_template_in_pairs_and_conversations(tmp_path, monkeypatch, capsys):
+    tokenizer = tokenizer_of("qwen3")
+    values = {"chat_template_kwargs": {"enable_thinking": False}}
+    row = {"prompt": "Hi", "chosen": "Ho", "rejected": "No", **values}
+    (made,) = make_pair("row 1", row, Rendering(tokenizer, (tokenizer.eos_token_id,)))
+    assert made["prompt"].endswith("</think>\n\n") and made["chosen_text"] == "Ho<|im_end|>"
+    path = helpers.write_rows(tmp_path / "rows.jsonl", [row])
+    talks = types.SimpleNamespace(schemas=None)
+    line = refused(capsys, load, path, "qwen3", False, monkeypatch, talks)
+    assert "row 1: chat_template_kwargs cannot vary with --tools" in line
 
 
 @real_templates

@@ -242,11 +242,18 @@ def test_stop_token_stands_once_at_the_end(load, capsys):
     assert (pair["chosen"], pair["rejected"]) == ([*ids, four, dot], [*ids, five, dot])
 
 
+def test_pairs_without_a_known_prompt_are_warned_of(load, capsys):
+    load([{"input": "2+2=", **TEXTS}])
+    assert "none of prompt, question" in capsys.readouterr().err
+
+
 def test_margin_and_subset(load):
     more = [
         {"margin": 0.5, "subset": "a"},
         {"margin": -2, "subset": 7},
         {"margin": None, "subset": None},
+        {"margin": "", "subset": None},
+        {"margin": "0.5"},
         {},
     ]
     pairs = load([{"prompt": "2+2=", **TEXTS, **columns} for columns in more])
@@ -254,6 +261,8 @@ def test_margin_and_subset(load):
         (0.5, "a"),
         (-2, "7"),
         (0, None),
+        (0, None),
+        (0.5, None),
         (0, None),
     ]
 

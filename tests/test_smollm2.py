@@ -21,6 +21,7 @@ from helpers import read_lines, refused, write_rows
 from extras.verifiers.ifeval import checkers, ifeval
 from plumbing.data.rows import read_rows
 from plumbing.data.tasks import instruction_parts, instructions
+from utils import UserError
 
 KINDS = list(instruction_parts()["kinds"])
 
@@ -176,6 +177,9 @@ def test_pairs_of_responses(tmp_path):
         {"prompt": "p", "chosen": "007", "rejected": "1e5", "subset": "a"},
         {"prompt": "p", "chosen": "7", "rejected": "8", "subset": "a"},
     ]
+    write_rows(tmp_path / "samples.jsonl", [{"step": 1, "prompt": "p"}])  # of a run
+    with pytest.raises(UserError, match="that scripts/evaluate.py has not written"):
+        pairs.main(tmp_path / "samples.jsonl", tmp_path / "pairs.jsonl")
 
 
 def test_results_of_runs(tmp_path):

@@ -27,6 +27,7 @@ from extras.episodes.tool_processes import (
     start_tools,
 )
 from plumbing.data.encoding import CUT, guarded
+from plumbing.data.rendering import Rendering
 from plumbing.data.rows import Row
 from plumbing.processes import run_all, run_until_done
 from plumbing.rewards.sources import reward_weights
@@ -324,7 +325,8 @@ class Conversations:
         if self.template.has_template:
             *before, last = row["messages"]
             messages = [*before, {**last, "content": last["content"] + added}]
-            text = self.template.prompt(messages)
+            rendering = Rendering(self.tokenizer, tools=self.schemas).of_row("", row["columns"])
+            text = rendering.prompt("", messages).text
         query = self.template.encode(text, special=messages is None)
         if len(query) > self.args.max_prompt_length:
             raise EnvironmentFailure(

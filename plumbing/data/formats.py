@@ -1,5 +1,7 @@
 """The forms in which rows come: in which columns prompt, answer and response are, and how each form is read."""
 
+import ast
+import contextlib
 import json
 import re
 from typing import Annotated, Any, Callable, Literal, NamedTuple, Sequence
@@ -29,23 +31,26 @@ EXCHANGES = TypeAdapter(list[tuple[str, str]])  # of Alpaca's history
 # ---- prompts: functions (place, row, the value of the column) -> text or messages ----------------
 
 
-def read_messages_or_text(where: str, row: dict, prompt: Any):
-    """Return text or messages as they are; messages may be ShareGPT's turns, and JSON text."""
-    if isinstance(prompt, str) and re.match(r"\s*\[\s*\{", prompt):
-        prompt = messages_of_text(prompt)
-    if isinstance(prompt, list) and all(isinstance(x, dict) and "from" in x for x in prompt):
-        prompt = [read_sharegpt_turn(where, turn) for turn in prompt]
-    return prompt
+def as_messages(where: str, value: Any):
+    """Return text or messages as they are; messages may be ShareGPT's turns, and
+    text."""
+    if isinstance(value, str) and re.match(r"\s*\[\s*\{", value):
+        turns = of_text(value)
+        if all(isinstance(turn, dict) and {"role", "from"} & turn.keys() for turn in turns):
+            value = turns
+    if isinstance(value, list) and all(isinstance(x, dict) and "from" in x for x in value):
+        value = [read_sharegpt_turn(where, turn) for turn in value]
+    return value
 
 
-def messages_of_text(text: str):
-    """Return the messages that a text holds as JSON, or the text itself if it holds none."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-    is_message = [isinstance(turn, dict) and {"role", "from"} & turn.keys() for turn in value]
-    return value if all(is_message) else text
+def of_text(value: Any):
+    """Return what a text holds as JSON, or as Python, which pandas writes into a .csv file; the text
+    itself if it holds none, and any other value.
+    """
+    for read in (json.loads, ast.literal_eval):
+        with contextlib.suppress(TypeError, ValueError, SyntaxError, RecursionError, MemoryError):
+            return read(value)
+    return value
 
 
 def read_sharegpt_turn(where: str, turn: dict) -> dict:
@@ -61,30 +66,32 @@ def read_sharegpt_turn(where: str, turn: dict) -> dict:
     return {**message, "tool_calls": calls if isinstance(calls, list) else [calls]}
 
 
-def read_sharegpt(where: str, row: dict, turns: Any):
-    """Return ShareGPT's turns behind its `system`."""
-    return behind(row, [], read_messages_or_text(where, row, turns))
-
-
-def read_alpaca(where: str, row: dict, instruction: Any):
-    """Return Alpaca's instruction and `input`, behind its `system` and `history`."""
-    prompt = read_messages_or_text(where, row, instruction)
+def read_alpaca(where: str, row: dict, prompt: Any):
+    """Return Alpaca's instruction and `input`, behind its `history`."""
     if is_filled(row.get("input")):
         texts = [prompt, row["input"]]
         prompt = "\n\n".join(validate(f"{where}: instruction, input", texts, TURNS, "text"))
-    history = []
-    for texts in validate(f"{where}: history", row.get("history") or [], EXCHANGES, "turn"):
-        history += [{"role": r, "content": x} for r, x in zip(("user", "assistant"), texts)]
-    return behind(row, history, prompt)
+    history = validate(f"{where}: history", row.get("history") or [], EXCHANGES, "turn")
+    return behind(as_turns(history), prompt)
 
 
-def behind(row: dict, turns: list[dict], prompt: Any):
-    """Return a prompt behind the row's system turn, if it has one, and other turns."""
-    if is_filled(row.get("system")):
-        turns = [{"role": "system", "content": row["system"]}, *turns]
+def as_turns(exchanges: Sequence[Sequence[str]]) -> list[dict]:
+    """Return exchanges, texts of the user and the assistant, as messages."""
+    roles = ("user", "assistant")
+    return [{"role": role, "content": x} for texts in exchanges for role, x in zip(roles, texts)]
+
+
+def behind(turns: list[dict], prompt: Any):
+    """Return a prompt behind other turns, unless it begins with them."""
     if turns and isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
-    return turns + prompt if turns else prompt
+    return turns + prompt if isinstance(prompt, list) and prompt[:1] != turns else prompt
+
+
+def with_system(row: dict, prompt: Any):
+    """Return a prompt behind the row's system turn, if it has one."""
+    turns = [{"role": "system", "content": row[x]} for x in SYSTEM if is_filled(row.get(x))]
+    return behind(turns, prompt)
 
 
 def read_src_and_tgt(where: str, row: dict, src: Any) -> list[dict]:
@@ -102,31 +109,25 @@ def read_src_and_tgt(where: str, row: dict, src: Any) -> list[dict]:
         raise UserError(
             f"{where}: has {len(src)} turns in src and {len(tgt)} in tgt, which requires as many or one less"
         )
-    messages = [{"role": "user", "content": text} for text in src]
-    for i, text in enumerate(tgt):
-        messages.insert(2 * i + 1, {"role": "assistant", "content": text})
-    return messages
+    return as_turns([*zip(src, tgt), src[len(tgt) :]])
 
 
-# The columns of prompts, in the order in which they are looked for, and the functions that read
-# them. --prompt_column may name any other one.
-PROMPTS: dict[str, Callable] = {
-    "prompt": read_messages_or_text,  # TRL, verl
-    "question": read_messages_or_text,  # GSM8K
-    "messages": read_messages_or_text,  # open-instruct
-    "problem": read_messages_or_text,  # MATH
-    "quiz": read_messages_or_text,  # Knights and Knaves
-    "src": read_src_and_tgt,  # PaddleNLP
-    "instruction": read_alpaca,
-    "conversations": read_sharegpt,
-}
+# The columns of prompts, in the order in which they are looked for: of TRL and verl, GSM8K,
+# open-instruct, MATH, Knights and Knaves, PaddleNLP, Alpaca and ShareGPT. --prompt_column may name
+# any other one.
+PROMPTS = "prompt question messages problem quiz src instruction conversations".split()
+FORMS: dict[str, Callable] = {"src": read_src_and_tgt, "instruction": read_alpaca}
+SYSTEM = ("system", "system_prompt")  # columns of a turn before the prompt
 # The columns that are looked for, in this order; a dot goes into an object.
 COLUMNS = {
-    "prompt": list(PROMPTS),
+    "prompt": PROMPTS,
     # Of rows to learn from that have no response: ultrachat_200k has the first turn as prompt, too.
     "conversation": ["messages", "conversations", *PROMPTS],
     # Knights and Knaves' solution as text stands before the one as a list.
-    "answer": "answer ground_truth reward_model.ground_truth solution_text solution tgt completion output".split(),
+    "answer": (
+        "answer ground_truth reward_model.ground_truth verification_info.ground_truth expected_answer "
+        "solution_text solution tgt completion output"
+    ).split(),
     # The solution rather than its result.
     "response": "response completion solution tgt answer output".split(),
 }
@@ -147,13 +148,14 @@ class Columns(NamedTuple):
 
 
 def value_at(row: dict, column: str | None):
-    """Return what a row has in a column, where "a.b" is b in the object a; None if it has no such
-    column.
+    """Return what a row has in a column, where "a.b" is b in the object a, or in its text; None
+    if it has no such column.
     """
     if column is None or column in row:
         return row.get(column)
     value: Any = row
     for part in column.split("."):
+        value = of_text(value)
         value = value.get(part) if isinstance(value, dict) else None
     return value
 
@@ -191,12 +193,8 @@ def find_column(where: str, kind: str, named: str, rows: list[dict]) -> str | No
 # ---- what a row has ------------------------------------------------------------------------------
 
 
-def read_prompt(where: str, row: dict, column: str):
-    """Return the prompt of a row, text or messages that are not yet checked; raise a UserError if it
-    has none, or has more than text.
-
-    Messages end with the assistant's turn if the row has it there.
-    """
+def check_is_text(where: str, row: dict) -> None:
+    """Raise a UserError if a row has more than text."""
     for name, value in row.items():
         # As `datasets` stores a file.
         is_file = isinstance(value, dict) and isinstance(value.get("bytes"), str | bytes)
@@ -204,10 +202,21 @@ def read_prompt(where: str, row: dict, column: str):
             raise UserError(
                 f"{where}: has {name}, and only text is read; without it, remove the column"
             )
+
+
+def read_prompt(where: str, row: dict, column: str):
+    """Return the prompt of a row, text or messages that are not yet checked; raise a UserError if it
+    has none.
+
+    Messages end with the assistant's turn if the row has it there.
+    """
     prompt = value_at(row, column)
     if not is_filled(prompt):
         raise UserError(f"{where}: has nothing in column {column!r}")
-    return PROMPTS.get(column, read_messages_or_text)(where, row, prompt)
+    prompt = as_messages(where, prompt)
+    if column in FORMS:
+        prompt = FORMS[column](where, row, prompt)
+    return with_system(row, prompt)
 
 
 def read_answer(where: str, row: dict, column: str | None, last_turn: str | None):
@@ -223,8 +232,9 @@ def read_answer(where: str, row: dict, column: str | None, last_turn: str | None
     # IFEval's rows, for the reward ifeval
     if answer is None and is_filled(row.get("instruction_id_list")):
         answer = {"instruction_id": row["instruction_id_list"], "kwargs": row.get("kwargs")}
-    if is_turn_of_assistant(answer):  # TRL's completions are messages, too
-        answer = read_messages(where, answer)[-1].content
+    turns = as_messages(where, answer)
+    if is_turn_of_assistant(turns):  # TRL's completions are messages, too
+        answer = read_messages(where, turns)[-1].content
     return answer
 
 

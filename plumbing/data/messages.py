@@ -23,20 +23,20 @@ from plumbing.data.rows import validate
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # a message's keys; templates read one
 
 
-def without_nulls(value: Any):
-    """Return an object without its keys that are null; any other value as it is."""
+def without_empty(value: Any, *, empty: tuple = (None, [], {})):
+    """Return an object without its keys that are empty; any other value as it is."""
     if not isinstance(value, dict):
         return value
-    return {name: x for name, x in value.items() if x is not None}
+    return {name: x for name, x in value.items() if x not in empty}
 
 
 class Strict(BaseModel):
-    """A part of a row in which a key that nothing reads is an error, and one that is null counts as
-    absent.
+    """A part of a row in which a key that nothing reads is an error, and one that is null, or an
+    empty list or object, counts as absent.
     """
 
     model_config = ConfigDict(extra="forbid")
-    drop_nulls = model_validator(mode="before")(without_nulls)
+    drop_empty = model_validator(mode="before")(without_empty)
 
 
 class Function(Strict):
@@ -84,7 +84,7 @@ class Message(Strict):
         """Join the parts of a content; images and the like are refused."""
         if not isinstance(value, list):
             return value
-        for part in map(without_nulls, value):
+        for part in map(without_empty, value):
             if not isinstance(part, dict) or part != {
                 "type": "text",
                 "text": str(part.get("text")),

@@ -9,13 +9,20 @@ from transformers import PreTrainedTokenizerBase
 
 from plumbing.data.cache import check_rows_fit, encode_rows, leave_out, numbers_of
 from plumbing.data.encoding import Text
-from plumbing.data.formats import PROMPTS, read_prompt
+from plumbing.data.formats import (
+    PROMPTS,
+    as_messages,
+    check_is_text,
+    of_text,
+    read_prompt,
+    with_system,
+)
 from plumbing.data.messages import Message, read_messages
 from plumbing.data.mixture import stream
 from plumbing.data.prompts import SHORT, without
 from plumbing.data.rendering import Rendering
 from plumbing.data.rows import read_rows, split_of
-from utils import UserError, say
+from utils import UserError, say, warn
 
 # Token ids of prompt and response, in a pair as `load_pairs` makes it.
 SIDES = ("chosen", "rejected")
@@ -71,6 +78,10 @@ def load_pairs(
     pairs = encode_rows(flag, dataset, raw, make, tokenizer, stop_ids)
     for part in TEXTS:
         say(f"{where}: {part}: {SHORT.repr(pairs[0][part])}")
+    if not pairs[0]["prompt"]:
+        warn(
+            f"{where}: has none of {', '.join(PROMPTS)}, so chosen and rejected are read as whole texts"
+        )
     lengths = np.maximum(*(numbers_of(pairs, side) for side in SIDES))
     why = f"which have more tokens than --max_length {args.max_length}"
     return leave_out(where, pairs, lengths <= args.max_length, why)
@@ -81,17 +92,17 @@ def load_pairs(
 
 def make_pair(where: str, row: dict, rendering: Rendering) -> list[dict]:
     """Return the pair of a row, for `encode_rows`: see `load_pairs`."""
-    margin = 0.0 if row.get("margin") is None else row["margin"]
+    margin = of_text(row.get("margin") or 0.0)  # a .csv file has texts
     if not is_number(margin):
         raise UserError(f"{where}: margin must be a number, not {str(margin)[:60]!r}")
     subset = None if row.get("subset") is None else str(row["subset"])
     pair: dict[str, Any] = {"prompt": "", "margin": margin, "subset": subset, "problem": ""}
-    tools = rendering.tools_of(where, row)
+    rendering = rendering.of_row(where, row)
     for side, (*messages, turn) in zip(SIDES, read_pair(where, row)):
         if messages:
             *before, last = rendering.dialogue([*messages, turn])
-            query = rendering.prompt(where, before, tools)
-            text = rendering.turn(where, before, query, last, tools)
+            query = rendering.prompt(where, before)
+            text = rendering.turn(where, before, query, last)
             pair["prompt"] = query.shown
             pair[side] = [query, text]
         else:
@@ -113,12 +124,13 @@ def read_pair(where: str, row: dict) -> list[list[Message]]:
 
     Raise a UserError, naming the row, if a side is missing or the two are equal.
     """
+    check_is_text(where, row)
     if "response" in row and "sort" in row:
         row = read_ranked(where, row)
     filled = (name for name in PROMPTS if row.get(name) not in (None, "", []))
     column = next(filled, None)
     prompt = read_messages(where, read_prompt(where, row, column)) if column else []
-    sides = [read_side(where, name, row.get(name), prompt) for name in SIDES]
+    sides = [read_side(where, name, row, prompt) for name in SIDES]
     chosen, rejected = ([message.as_dict() for message in side] for side in sides)
     if chosen == rejected:
         raise UserError(f"{where}: the chosen and the rejected response are the same")
@@ -145,24 +157,25 @@ def read_ranked(where: str, row: dict) -> dict:
     return {"prompt": prompt, "chosen": responses[chosen], "rejected": responses[1 - chosen]}
 
 
-def read_side(where: str, name: str, response: Any, prompt: list[Message]) -> list[Message]:
+def read_side(where: str, name: str, row: dict, prompt: list[Message]) -> list[Message]:
     """Return a response behind its prompt.
 
     Args:
-        response: text; or messages, of which the last one is the response. If the first one is the
-            user's, or the system's, they hold the prompt, too.
+        name: of the response: text; or messages, of which the last one is the response. If the first
+            one is the user's, or the system's, they hold the prompt, too.
     """
-    response = [response] if isinstance(response, dict) else response
-    if not isinstance(response, str | list):
-        raise UserError(f"{where}: has no {name} response")
-    turns = read_messages(f"{where} {name}", response, "assistant")
+    where = f"{where} {name}"
+    response = row.get(name)
+    response = as_messages(where, [response] if isinstance(response, dict) else response)
+    is_given = isinstance(response, str | list)
+    turns = read_messages(where, response, "assistant") if is_given else []
+    if not is_given or not turns[-1].says:
+        raise UserError(f"{where}: is no response; the columns of the row are {', '.join(row)}")
     if turns[-1].role != "assistant":
-        raise UserError(
-            f"{where}: messages of the {name} side have to end with a turn of the assistant"
-        )
-    if not turns[-1].says:
-        raise UserError(f"{where}: has no {name} response")
-    return prompt + turns if turns[0].role == "assistant" else turns
+        raise UserError(f"{where}: has to end with a turn of the assistant")
+    if turns[0].role == "assistant":
+        return prompt + turns
+    return read_messages(where, with_system(row, response))
 
 
 def is_number(value: Any) -> bool:

@@ -17,6 +17,8 @@ from plumbing.data.formats import (
     COLUMNS,
     Columns,
     Learn,
+    as_messages,
+    check_is_text,
     find_column,
     is_filled,
     named_sources,
@@ -136,6 +138,7 @@ def load_prompts(
         stop_ids,
         as_is=args.chat_template == "none",
         tools=conversations and conversations.schemas,
+        converses=conversations is not None,
     )
     rendering = make_rendering(args.system_prompt)
     make_teacher_query = None
@@ -242,6 +245,7 @@ def make_prompts(
         text to learn], if there is one, "teacher_query": [the teacher's prompt], if it is another}.
         One, or as `learn` says; none if the row is not read.
     """
+    check_is_text(where, row)
     prompt = read_prompt(where, row, columns.prompt)
     if not span[0] <= zlib.crc32(repr(prompt).encode()) / 2**32 < span[1]:
         return []
@@ -253,12 +257,12 @@ def make_prompts(
     if learn:
         turns, learned = turns_to_learn(where, messages, value_at(others, text_column))
     target_from = text_column if learn in ("turns", "conversations") else columns.answer
-    tools = rendering.tools_of(where, row)
+    rendering = rendering.of_row(where, row)
     stop = "".join(rendering.stops[:1])
     made = []
     for i in learned or [len(messages) - has_turn]:
         before = rendering.dialogue(turns[:i])
-        query = rendering.prompt(where, before, tools)
+        query = rendering.prompt(where, before)
         last_turn = turns[i].content if i < len(turns) else None
         answer = read_answer(where, others, columns.answer, last_turn)
         encoded = {
@@ -273,10 +277,10 @@ def make_prompts(
         }
         encoded["problem"] = why_unscorable(where, encoded, sources)
         if make_teacher_query:
-            text = make_teacher_query(where, row, turns[:i], tools, alone=len(learned) < 2)
+            text = make_teacher_query(where, row, turns[:i], alone=len(learned) < 2)
             encoded["teacher_query"] = [text]
         if learned and learn != "prompts":
-            text = rendering.turn(where, before, query, turns[i].as_dict(), tools)
+            text = rendering.turn(where, before, query, turns[i].as_dict())
             encoded |= {"target": text.shown.removesuffix(stop), "response": [text]}
         made.append(encoded)
     return join_turns(made, stop) if learn == "conversations" else made
@@ -289,7 +293,6 @@ def teacher_query(
     where: str,
     row: dict,
     turns: list[Message],
-    tools: list[dict] | None,
     alone: bool,
 ) -> Text:
     """Return the prompt that the teacher reads before a turn; raise a UserError if --teacher_prompt
@@ -323,7 +326,7 @@ def teacher_query(
         turns = read_messages(where, filled if fields else value(prompt))
     if system_prompt:
         turns = [turn for turn in turns if turn.role != "system"]
-    return rendering.prompt(where, rendering.dialogue(turns), tools)
+    return rendering.of_row(where, row).prompt(where, rendering.dialogue(turns))
 
 
 def turns_to_learn(
@@ -338,6 +341,7 @@ def turns_to_learn(
         messages: the prompt.
     """
     turns = messages
+    response = as_messages(where, response)
     if is_filled(response) and isinstance(response, str | list):
         before = messages[:-1] if messages[-1].role == "assistant" else messages
         turns = [turn.model_copy(update={"weight": 0}) for turn in before]

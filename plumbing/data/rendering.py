@@ -3,6 +3,7 @@
 What a message says reaches the model as the template writes it, or a UserError is raised.
 """
 
+import copy
 import functools
 import json
 import re
@@ -13,11 +14,13 @@ from transformers import PreTrainedTokenizerBase
 
 from plumbing.data.encoding import CUT, Text, guarded
 from plumbing.data.formats import is_filled
-from plumbing.data.messages import THOUGHTS, Message, without_nulls
+from plumbing.data.messages import THOUGHTS, Message, without_empty
 from plumbing.data.rows import validate
+from plumbing.models.tokenizer import template_values
 from utils import UserError, as_user_error
 
-SCHEMAS = TypeAdapter(list[dict[str, Any]] | Json[list[dict[str, Any]]])
+OBJECT = dict[str, Any]
+SCHEMAS = TypeAdapter(list[OBJECT | Json[OBJECT]] | Json[list[OBJECT]])
 
 
 class Rendering:
@@ -30,6 +33,7 @@ class Rendering:
         system_prompt: str = "",
         as_is: bool = False,
         tools: list[dict] | None = None,
+        converses: bool = False,
     ):
         """Prepare the writing of conversations.
 
@@ -39,6 +43,7 @@ class Rendering:
             as_is: leave a text without chat template and system prompt, for one that holds both
                 already.
             tools: schemas that the template shows in each conversation.
+            converses: whether responses have several turns, by --tools, --environment or --agent.
         """
         self.tokenizer = tokenizer
         self.stops = [text for text in map(tokenizer.decode, stop_ids) if text]
@@ -46,23 +51,41 @@ class Rendering:
         self.as_is = as_is
         self.has_template = not as_is and tokenizer.chat_template is not None
         self.tools = tools
+        self.converses = converses
+        self.values: dict = {}  # of a row, for the template
 
-    def tools_of(self, where: str, row: dict) -> list[dict] | None:
-        """Return the schemas of the tools that the template shows in the conversation of a row: of
-        its column `tools`, a list or its JSON text, or of --tools; None if there are none.
+    def of_row(self, where: str, row: dict) -> "Rendering":
+        """Return how the conversation of a row is written: with the schemas in its column `tools`,
+        or else of --tools, and the values in `chat_template_kwargs`; each may be JSON text.
         """
+        made = copy.copy(self)
+        given = row.get("chat_template_kwargs") or {}
+        where_given = f"{where}: chat_template_kwargs"
+        made.values = template_values(where_given, given, self.tokenizer, self.has_template)
+        if made.values and self.converses:
+            raise UserError(
+                f"{where_given} cannot vary with --tools, --environment or --agent; "
+                "--chat_template_kwargs gives them to all rows"
+            )
         if not is_filled(row.get("tools")):
-            return self.tools
+            return made
         if self.tools:
             raise UserError(f"{where}: has tools of its own beside --tools")
-        schemas = map(without_nulls, validate(f"{where}: tools", row["tools"], SCHEMAS, "tool"))
-        tools = [x if "function" in x else {"type": "function", "function": x} for x in schemas]
+        schemas = validate(f"{where}: tools", row["tools"], SCHEMAS, "tool")
+        schemas = [without_empty(x, empty=(None,)) for x in schemas]
+        made.tools = [
+            x if "function" in x else {"type": "function", "function": x} for x in schemas
+        ]
         if self.has_template:
             with as_user_error(f"{where}: the chat template of --model"):
-                text = apply_template(self.tokenizer, [{"role": "user", "content": "x"}], tools)
-                if not all(occurs(tool["function"]["name"], text) for tool in tools):
+                text = made.write([{"role": "user", "content": "x"}])
+                if not all(occurs(tool["function"]["name"], text) for tool in made.tools):
                     raise ValueError("does not show tools")
-        return tools
+        return made
+
+    def write(self, messages: list[dict], prompt: bool = False) -> str:
+        """Return messages as the chat template writes them, see `apply_template`."""
+        return apply_template(self.tokenizer, messages, self.tools, prompt, self.values)
 
     def dialogue(self, messages: list[Message]) -> list[dict]:
         """Return messages as dicts, with the system turn."""
@@ -71,7 +94,7 @@ class Rendering:
             turns.insert(0, {"role": "system", "content": self.system_prompt})
         return turns
 
-    def prompt(self, where: str, messages: list[dict], tools: list[dict] | None = None) -> Text:
+    def prompt(self, where: str, messages: list[dict]) -> Text:
         """Return the text of a prompt, from what `dialogue` gives; raise a UserError if the chat
         template leaves a part of it out.
 
@@ -84,11 +107,10 @@ class Rendering:
         if self.has_template:
             # The template has written the special tokens.
             with as_user_error(f"{where}: the chat template of --model"):
-                write = lambda turns: apply_template(self.tokenizer, turns, tools, prompt=True)
-                return Text(where, shown(write, messages))
+                return Text(where, shown(functools.partial(self.write, prompt=True), messages))
         added = messages[0] == {"role": "system", "content": self.system_prompt}
         several = "several turns" if len(messages) > 1 + added else ""
-        if several or tools:
+        if several or self.tools:
             lacks = "the tokenizer of --model has no chat template"
             lacks = "--chat_template is none" if self.as_is else lacks
             raise UserError(
@@ -96,14 +118,7 @@ class Rendering:
             )
         return Text(where, "\n".join(turn["content"] for turn in messages), special=True)
 
-    def turn(
-        self,
-        where: str,
-        messages: list[dict],
-        query: Text,
-        turn: dict,
-        tools: list[dict] | None = None,
-    ) -> Text:
+    def turn(self, where: str, messages: list[dict], query: Text, turn: dict) -> Text:
         """Return a turn of the assistant as a text to learn: what the chat template writes for it
         behind the prompt, up to the stop token.
 
@@ -116,7 +131,7 @@ class Rendering:
         """
         if self.has_template:
             conversation = [*messages, turn]
-            write = functools.partial(apply_template, self.tokenizer, tools=tools)
+            write = self.write
             with as_user_error(f"{where}: the chat template of --model"):
                 whole = shown(write, conversation) if "tool_calls" in turn else write(conversation)
                 text = whole.removeprefix(query.text)
@@ -158,15 +173,20 @@ def apply_template(
     messages: list[dict],
     tools: list[dict] | None = None,
     prompt: bool = False,
+    values: dict | None = None,
 ) -> str:
     """Return messages as the chat template writes them, with CUTs; with the start of the assistant's
     turn for a prompt. A template may raise any exception.
+
+    Args:
+        values: of a row, beside those of --chat_template_kwargs.
     """
     return tokenizer.apply_chat_template(
         guarded(for_template(messages, tokenizer), tokenizer),
         guarded(tools, tokenizer),
         tokenize=False,
         add_generation_prompt=prompt,
+        **guarded(values or {}, tokenizer),
     )
 
 

@@ -5,12 +5,13 @@ import json
 import logging
 import os
 import re
+from pathlib import Path
 from typing import Annotated, Any, Iterable, Iterator, TypedDict
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from plumbing.models.config import go_offline_if_unreachable
-from utils import UserError, as_user_error
+from utils import UserError, as_user_error, warn
 
 
 class Row(TypedDict, total=False):
@@ -35,7 +36,8 @@ class Row(TypedDict, total=False):
 
 # Raise it when a change of the code reads or encodes rows in another way: the names of cache files
 # are hashes of it, too (tests/test_data.py).
-VERSION = 4
+VERSION = 5
+FILE = r"\.(jsonl?|csv|parquet)(\.(gz|bz2|xz|zst))?$"  # how the name of a file ends
 # The columns of a table whose rows are JSON: the place of a row, for messages, and the row.
 AT, LINE = "place", "line of JSON"
 
@@ -77,7 +79,8 @@ def read_rows(flag: str, name: str, split: str):
     name, split = split_of(name, split)
     built_in, _, task = name.partition(":")
     sizes = tasks.BUILT_IN.get(built_in)
-    on_hub = not sizes and not os.path.exists(name) and name.count("/") == 1
+    is_local = os.path.exists(name) or re.search(FILE, name)
+    on_hub = not sizes and not is_local and name.count("/") == 1
     if on_hub:
         go_offline_if_unreachable()  # before the import, which reads what it sets
     import datasets
@@ -113,7 +116,7 @@ def read_file(name: str):
 
     from plumbing.data.lines import Lines
 
-    kind = re.search(r"\.(jsonl?|csv|parquet)(\.(gz|bz2|xz|zst))?$", name)
+    kind = re.search(FILE, name)
     if not kind:
         raise ValueError("a file has to end in .jsonl, .json, .csv or .parquet")
     with open(name, "rb") as file:
@@ -176,6 +179,11 @@ def read_data_set(name: str, split: str):
             raise ValueError(f"has the splits {', '.join(saved)}, not {split!r}")
         return saved[split]
     builder = datasets.load_dataset_builder(name, config or None)
+    # Of several kinds of files the library reads one, and of names with splits no others.
+    known: list[str] = sum(builder.config.data_files.values(), [])
+    for path in Path(name).resolve().rglob("*"):
+        if re.search(FILE, path.name) and str(path) not in known:
+            warn(f"{path}: is not read, as other files of the folder are")
     if isinstance(builder, (Json, Csv)) and not getattr(builder.config, "field", None):
         # Named as the library's, whose cache finds it without a network, too.
         builder = Lines(

@@ -11,6 +11,7 @@ from typing import Any
 import transformers
 from transformers import PreTrainedTokenizerBase
 
+from plumbing.data.formats import is_filled
 from plumbing.models.config import base_of, find_file, go_offline_if_unreachable, load_config
 from utils import UserError, as_user_error, say, warn
 
@@ -54,14 +55,8 @@ def load_tokenizer(
     if applies_template and chat_template:
         with as_user_error(f"--chat_template {chat_template}"), open(chat_template) as file:
             tokenizer.chat_template = file.read()
-    with as_user_error(f"--chat_template_kwargs {template_kwargs}"):
-        values = dict(json.loads(template_kwargs))
-    template = str(tokenizer.chat_template) if applies_template else ""
-    for key in values:
-        if not re.search(rf"\b{re.escape(key)}\b", template):
-            raise UserError(
-                f"--chat_template_kwargs {template_kwargs}: the chat template of --model does not read {key}"
-            )
+    where = f"--chat_template_kwargs {template_kwargs}"
+    values = template_values(where, template_kwargs, tokenizer, applies_template)
     tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **values)
     if applies_template and tokenizer.chat_template:
         if system_prompt:
@@ -70,6 +65,21 @@ def load_tokenizer(
     if tokenizer.pad_token_id is None:  # masks come from lengths, so any token will do
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     return tokenizer
+
+
+def template_values(
+    where: str, given: Any, tokenizer: PreTrainedTokenizerBase, applies_template: bool
+) -> dict:
+    """Return the values of an object, or of its JSON text, for the chat template; raise a UserError
+    if that does not read one which is not empty.
+    """
+    template = str(tokenizer.chat_template) if applies_template else ""
+    with as_user_error(where):
+        values = dict(json.loads(given) if isinstance(given, str) else given)
+        for key in values:
+            if is_filled(values[key]) and not re.search(rf"\b{re.escape(key)}\b", template):
+                raise ValueError(f"the chat template of --model does not read {key}")
+    return values
 
 
 def read_tokenizer(flag: str, name: str) -> PreTrainedTokenizerBase:

@@ -148,7 +148,7 @@ def dialogue(prompt, tokenizer, system_prompt: str = "") -> list[dict]:
 def render_prompt(prompt, tokenizer, system_prompt: str = "", tools: list | None = None) -> Text:
     """Return a prompt as the text to encode."""
     messages = dialogue(prompt, tokenizer, system_prompt)
-    return Rendering(tokenizer, system_prompt=system_prompt).prompt("", messages, tools)
+    return Rendering(tokenizer, system_prompt=system_prompt, tools=tools).prompt("", messages)
 
 
 def encode_prompt(prompt, tokenizer, *given, **named) -> tuple[str, list[int]]:
