@@ -184,7 +184,7 @@ def test_a_folder_whose_files_are_not_all_read(other, tmp_path, capsys):
     for name in ("train.jsonl", "train-2.jsonl", other):
         (tmp_path / name).write_text('{"prompt": "1"}\n')
     assert len(columns_of(tmp_path)) == 2
-    warning = f"warning: {tmp_path / other}: is not read, as other files of the folder are\n"
+    warning = f"warning: {tmp_path}: 1 of 3 files are not read, such as {tmp_path / other}\n"
     assert capsys.readouterr().err == warning
 
 

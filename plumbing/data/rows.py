@@ -179,11 +179,11 @@ def read_data_set(name: str, split: str):
             raise ValueError(f"has the splits {', '.join(saved)}, not {split!r}")
         return saved[split]
     builder = datasets.load_dataset_builder(name, config or None)
-    # Of several kinds of files the library reads one, and of names with splits no others.
-    known: list[str] = sum(builder.config.data_files.values(), [])
-    for path in Path(name).resolve().rglob("*"):
-        if re.search(FILE, path.name) and str(path) not in known:
-            warn(f"{path}: is not read, as other files of the folder are")
+    # Of several kinds of files the library reads one, and beside names with splits no others.
+    known = set(sum(builder.config.data_files.values(), []))
+    found = {str(path) for path in Path(name).resolve().rglob("*") if re.search(FILE, path.name)}
+    if left_out := sorted(found - known):
+        warn(f"{name}: {len(left_out)} of {len(found)} files are not read, such as {left_out[0]}")
     if isinstance(builder, (Json, Csv)) and not getattr(builder.config, "field", None):
         # Named as the library's, whose cache finds it without a network, too.
         builder = Lines(
