@@ -11,6 +11,7 @@ data.
 
 import json
 import os
+import statistics
 import time
 from itertools import groupby
 from operator import itemgetter
@@ -118,6 +119,8 @@ def read_run(folder: str, name: str, count: int) -> dict:
     for row in samples:
         row["held_out"] = bool(evaluated)
         row["tokens"] = of_sample.get((row["step"], row["place"]))
+    for _, group in groupby(samples, lambda row: (row["step"], row.get("prompt"))):
+        explain_advantages(list(group), facts.get("args", {}))
     held_out = read_samples(folder, "held_out.jsonl", size)
     return {
         "args": {},
@@ -128,6 +131,38 @@ def read_run(folder: str, name: str, count: int) -> dict:
         "samples": samples + [{**row, "held_out": True} for row in held_out],
         "finished": bool(evaluated) or os.path.isdir(f"{folder}/final"),
     }
+
+
+def explain_advantages(group: list[dict], args: dict) -> None:
+    """Add to each response of a whole group "why": how its score gave its advantage, if that is by
+    the group's standard deviation, as in grpo.py, or by the mean of the others, as in rloo.py.
+    """
+    if not len(group) == args.get("group_size") > 1 or "gae_lambda" in args:
+        return
+    scores = [trained_score(row, args) for row in group]
+    mean, std = statistics.fmean(scores), statistics.stdev(scores)
+    for row, score in zip(group, scores):
+        advantage = row.get("advantage") or 0
+        others = (len(group) * mean - score) / (len(group) - 1)
+        if abs((score - mean) / (std or 1) - advantage) < 0.001:
+            row["why"] = f" = (score {score:.3g} - mean {mean:.3g}) / std {std:.3g}"
+        elif abs(score - others - advantage) < 0.02:  # with --kl_in reward, the KL is a small part
+            row["why"] = f" = score {score:.3g} - mean of the others {others:.3g}"
+        if not std and "why" in row:
+            row["why"] = ": equal scores, so only other terms act, such as the KL (--kl_coef)"
+
+
+def trained_score(row: dict, args: dict) -> float:
+    """Return the score that a response trained with: the weighted sum of its rewards, or the penalty
+    for no stop token.
+    """
+    names = args.get("reward", [])
+    weights = args.get("reward_weights") or [1] * len(names)
+    score = sum(weight * (row.get(name) or 0) for weight, name in zip(weights, names))
+    if not args.get("non_stop_penalty") or row.get("stop_reason") != "length":
+        return score
+    value = args.get("penalty_reward_value")
+    return min(score, 0) if value is None else value
 
 
 def without_seed(run: dict) -> str:

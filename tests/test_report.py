@@ -8,8 +8,11 @@ import tracemalloc
 
 import pytest
 import report
+import torch
 from helpers import ROOT, read_lines, refuse, refused, write_rows
 
+import grpo
+import rloo
 from plumbing.run.log import append
 
 
@@ -37,11 +40,12 @@ def data_of(page) -> list[dict]:
     return json.loads(text.partition("</script>")[0], parse_constant=refuse)["runs"]
 
 
-def make_group(folder, steps: int, texts=("4", "+", "3\n", "=7")) -> str:
+def make_group(folder, steps: int, texts=("4", "+", "3\n", "=7"), **args) -> str:
     """Write a run of a prompt with four responses a step, of which the last one does not train. The
     second token of `texts` is clipped, the third an observation.
     """
     folder.mkdir(exist_ok=True)
+    (folder / "args.json").write_text(json.dumps({"args": args}))
     numbers = range(len(texts))
     sample = {"prompt": "4+3", "response": "".join(texts), "length": len(texts)}
     logs = {"metrics": [], "samples": [], "tokens": []}
@@ -152,6 +156,31 @@ def test_samples_have_their_tokens(tmp_path, monkeypatch):
     assert samples == [(0, 0), (0, 1), (0, 2), (0, 3)]
 
 
+def test_why_a_score_gave_its_advantage():
+    """As grpo.py and rloo.py compute it; nothing is said where neither does."""
+    args = {"group_size": 4, "reward": ["math", "form"], "reward_weights": [1, 0.5]}
+    args |= {"non_stop_penalty": True, "penalty_reward_value": None}
+    rows = [{"math": x, "form": 1 - x, "stop_reason": "stop"} for x in (0, 1, 1, 1)]
+    rows[-1]["stop_reason"] = "length"
+    scores = torch.tensor([0.5, 1, 1, 0])
+
+    def why(advantages, scores=scores, **changed):
+        group = [{**row, "advantage": a} for row, a in zip(rows, advantages.tolist())]
+        report.explain_advantages(group, args | changed)
+        return [row.get("why") for row in group]
+
+    normalized, left_out = (
+        grpo.group_advantages(scores, 4, "group"),
+        rloo.leave_one_out(scores[None]),
+    )
+    assert why(normalized)[::3] == [f" = (score {x} - mean 0.625) / std 0.479" for x in (0.5, 0)]
+    assert why(left_out[0])[0] == " = score 0.5 - mean of the others 0.667"
+    assert why(normalized, non_stop_penalty=False) == why(normalized, group_size=8) == [None] * 4
+    equal = why(torch.zeros(4), reward_weights=[0, 0])
+    assert "equal scores" in equal[0] and why(torch.ones(4), reward_weights=[0, 0]) == [None] * 4
+    assert why(torch.full((4,), math.nan))
+
+
 def test_watch_writes_the_page_until_the_run_has_ended(tmp_path, monkeypatch):
     page = tmp_path / "page.html"
     reloads = lambda: 'http-equiv="refresh"' in page.read_text()
@@ -258,7 +287,7 @@ def test_clicks(visit, three, width):
     listed = lambda: page.locator("#sample-list label").count()
     assert listed() == 3 * (24 + 3) and inner("#sample-count") == "81 of 81 samples of 12 steps"
     page.fill("#filter-text", "ANSWER 4")
-    assert listed() == 3 and inner("#sample mark") == "answer 4"
+    assert listed() == 3
     page.fill("#filter-text", "")
     page.select_option("#filter-held_out", "true")
     assert listed() == 9
@@ -271,16 +300,16 @@ def test_clicks(visit, three, width):
     assert listed() == 12 and "step 0" in inner("#sample-list li >> nth=0")
     turns = [text.split() for text in page.locator(".columns .turn").all_inner_texts()]
     assert turns == [["assistant", "29"], ["user", "?"], ["assistant", "5"]]
-    assert inner("#sample .turn >> nth=0").split() == "reference answer 12".split()
-    # Two responses to a prompt, side by side.
+    assert inner("#sample .turn >> nth=0").split() == "reference answer 1".split()
+    # Two responses to a prompt, side by side; with itself, its group.
     page.select_option("#filter-stop_reason", "stop")
     page.select_option("#filter-order", "newest step")
-    assert (
-        inner("#same-prompt thead").split() == "run step math advantage ended by response".split()
-    )
-    page.click("#same-prompt tr >> text=answer 8 >> nth=0")
-    assert page.locator('#same-prompt [aria-selected="true"]').count() == 2
-    assert page.locator("#sample .card .text-block").all_inner_texts() == ["answer 0", "answer 8"]
+    texts = lambda: page.locator("#sample .card .text-block").all_inner_texts()
+    first = texts()
+    page.locator("#same-prompt li:has-text('answer 8')").first.click()
+    assert texts() == [first[0], "answer 8"]
+    page.keyboard.press("ArrowUp")
+    assert len(texts()) == 2 and texts() != [first[0], "answer 8"]
 
 
 @pytest.mark.parametrize("width", [1300, 390])
@@ -297,82 +326,106 @@ def test_tokens(visit, tmp_path, width):
     counts = lambda text: [each.count(text) for each in cards.all_inner_texts()]
     # The group: the first one is pushed down, the second not at all, the last one has no push.
     assert cards.count() == 4 and page.input_value("#colour") == "push"
-    assert classes(0) == [["down"], ["down", "clipped"], ["none"], ["down"]]
+    assert classes(0) == [["down", "at"], ["down", "clipped"], ["none"], ["down"]]
     assert classes(1)[0] == ["up"] and classes(3) == [["none"]] * 4
     assert page.inner_text("#lowest") == "-0.503" and page.inner_text("#highest") == "0.503"
     assert "blue: more likely" in page.inner_text("#scale")
-    assert "4 responses of a group at step 2; mean math 0.5 ± 0.577" in page.inner_text("#sample")
+    assert "4 responses of a group at step 2; mean math 0.5" in page.inner_text("#sample")
     assert counts("chosen in the list") == counts("advantage -1") == [1, 0, 0, 0]
     cards.nth(2).locator("span.up").first.hover()
-    assert page.inner_text("#token").split("\n") == [
-        '1: "4"',
-        "push: 0.5034",  # 1 - exp(-0.7)
-        "advantage: 1",
-        "log-prob by sampler: -0.5 (60.7%)",
-        "log-prob by policy: -0.7 (49.7%)",
-        "clipped: no",
-        "policy - sampler: -0.2",
-        "weight: 1",
-        "my_number: 0.2",
+    push = "push 0.503 = advantage 1 of the whole response × weight 1 × 0.503 (1 - probability)"
+    assert page.inner_text("#number") == f'1: "4" {push}'  # 1 - exp(-0.7)
+    page.click("#token summary")
+    facts = page.locator("#numbers div")
+    assert facts.locator("b").all_inner_texts() == [
+        push,
+        "advantage 1",
+        "weight 1",
+        "log-prob by sampler -0.5 (60.7%)",
+        "log-prob by policy -0.7 (49.7%)",
+        "policy - sampler -0.2",
+        "clipped no",
+        "my_number 0.2",
     ]
-    page.keyboard.press("Escape")
-    assert page.locator("#token").is_hidden()
-    cards.nth(0).locator(".tokens").focus()
-    for _ in range(3):
-        page.keyboard.press("ArrowRight")
-    assert page.inner_text("#token").startswith('4: "=7"') and page.inner_text(".at") == "=7"
+    for i, says in (
+        (0, "without the KL"),
+        (1, "all tokens"),
+        (6, "no --async_steps, the ratio is 1"),
+    ):
+        assert says in facts.nth(i).inner_text()
+    cards.nth(1).locator(".tokens").focus()
+    for key, token in (("Home", "4"), ("ArrowRight", "+"), ("End", "=7"), ("ArrowRight", "4")):
+        page.keyboard.press(key)
+        assert page.inner_text(".at") == token
+    assert page.inner_text("#number").startswith('1: "4" push 0 =')
+    page.locator("#sample-list li").first.click()
+    page.keyboard.press("ArrowRight")
+    assert page.inner_text(".chosen .at") == "+"
     # A number of a fork, another order, the same prompt in another run, plain text.
     page.select_option("#colour", "my_number")
-    page.select_option("#filter-order", "step 1")
-    assert "up" in classes(3)[0] and page.inner_text("#highest") == "0.2"
-    page.locator("#same-prompt tr:has(td:text-is('b')) button").nth(1).press("Enter")
+    assert "up" in classes(3)[0]
+    assert page.inner_text("#lowest") == "0" and page.inner_text("#highest") == "0.2"
+    page.locator("#same-prompt li:has-text('b · ')").nth(1).click()
     chosen = "[...document.querySelectorAll('#sample .card')].map(card => card.id)"
     assert page.evaluate(chosen) == ["a/false/2/0", "b/false/1/1"]
+    page.keyboard.press("End")
+    assert page.inner_text(".card:last-child .at") == "=7"
     shares = [cards.nth(i).locator("span.up").first.get_attribute("style") for i in (0, 1)]
     assert shares == ["--w: 75%;", "--w: 53%;"]  # the root of 0.2 and 0.1, in that of the largest
     page.reload()
     assert page.evaluate(chosen) == ["a/false/2/0", "b/false/1/1"]
     assert page.input_value("#colour") == "my_number" and "up" in classes(1)[0]
+    assert page.locator("#numbers").is_visible()
     page.select_option("#colour", "")
     assert not page.locator(".tokens").count() and page.locator("#scale").is_hidden()
+    assert page.locator("#token").is_hidden()
     # Run a has the prompt at two steps, run b at one.
     alone = "Besides this group, the page has no response to this prompt from b."
-    assert alone not in page.inner_text("#sample")
+    assert alone not in page.inner_text("#detail")
     page.select_option("#filter-run", "1")
-    assert alone in page.inner_text("#sample")
+    assert alone in page.inner_text("#detail")
 
 
-def test_every_step_of_a_long_run_can_be_reached(visit, tmp_path):
-    """The list grows as it is scrolled, a click on a curve lists a step, keys move in the list. One
-    run has no column of its name.
+def test_every_step_of_a_long_run_can_be_reached(visit, tmp_path, monkeypatch):
+    """The list grows as it is scrolled, a click on a curve lists a step, keys move in the list. A
+    step that is typed is found.
     """
-    report.main((make_group(tmp_path / "a", 101, ["4"]),), str(tmp_path / "page.html"))
+    run = make_group(tmp_path / "a", 101, ["4"], log_samples=4, rollout_batch_size=8, group_size=4)
+    reason = lambda group, _: [row.update(why=" by a rule") for row in group]
+    monkeypatch.setattr(report, "explain_advantages", reason)
+    append(f"{run}/held_out.jsonl", [{"step": 0, "prompt": "1+1", "response": "2", "math": 1.0}])
+    report.main((run,), str(tmp_path / "page.html"))
     page = visit(tmp_path / "page.html", 390)
     listed = page.locator("#sample-list li")
     chosen = lambda: page.locator("#sample-list li:has(:checked)").inner_text()
     top = "document.getElementById('sample-list').scrollTop"
-    assert page.inner_text("#sample-count").startswith("404 of 404 samples")
+    assert page.inner_text("#sample-count").startswith("405 of 405 samples")
+    assert "Of the 32 responses of a step, the first 4 are logged" in page.inner_text("#filters")
     assert listed.count() == 300
     listed.last.scroll_into_view_if_needed()
-    listed.nth(403).wait_for()
+    listed.nth(404).wait_for()
     page.select_option("#colour", "clipped")  # keeps the place in the list, unlike another order
     assert page.evaluate(top)
-    assert "none: 0 at each" in page.inner_text("#scale")
+    assert "0 at each" in page.inner_text("#scale") and page.locator("#ends").is_hidden()
     page.select_option("#filter-order", "score -1")
-    assert page.evaluate(top) == 0
+    assert page.evaluate(top) == 0 and "math 1" in chosen()
     page.click("#charts .u-over")
     page.wait_for_function("document.getElementById('filter-step').value === '51'")
     assert listed.count() == 4
-    listed.first.click()
     page.keyboard.press("ArrowDown")
-    assert "step 51 · math 1" in chosen() and "advantage 2" in page.inner_text("#sample .chosen")
+    assert "step 51 · math 1" in chosen() and "advantage 2 by a rule" in page.inner_text("#sample")
     page.keyboard.press("ArrowDown")
-    assert "step 51 · math 0" in chosen()
-    assert page.inner_text("#same-prompt thead").split()[0] == "step"
+    assert "step 51 · math 0" in chosen() and "training" not in page.inner_text("#sample")
+    page.select_option("#filter-held_out", "true")
+    assert "the nearest step with such samples is 0" in page.inner_text("#sample-count")
+    page.fill("#filter-step", "50")
+    assert listed.count() == 4 and page.input_value("#filter-held_out") == ""
 
 
 def test_a_long_response_is_laid_out_where_it_is_seen(visit, tmp_path):
-    """In blocks, which end at the ends of lines where there are some."""
+    """In blocks, which end at the ends of lines where there are some. Tokens that the page moves
+    below the pointer are not pointed at.
+    """
     texts = ["x", " y", ".\n"] * 5333 + ["z"] * 1500
     report.main((make_group(tmp_path / "a", 1, texts),), str(tmp_path / "page.html"))
     page = visit(tmp_path / "page.html", 390)
@@ -380,3 +433,11 @@ def test_a_long_response_is_laid_out_where_it_is_seen(visit, tmp_path):
     sizes = page.evaluate(f"{blocks}.map(block => block.children.length)")
     assert sum(sizes) == len(texts) and sizes[:2] == [102, 102] and max(sizes) == 1000
     assert page.evaluate(f"getComputedStyle({blocks}[9]).contentVisibility") == "auto"
+    page.locator(".block span").nth(40).hover()
+    number = page.inner_text("#number")
+    assert number.startswith("41: ")
+    before = page.evaluate("scrollY")
+    page.mouse.wheel(0, 200)
+    page.wait_for_function("before => scrollY > before + 100", arg=before)
+    page.wait_for_timeout(200)
+    assert page.inner_text("#number") == number

@@ -14,17 +14,17 @@ function points(run, key, weight, log) {
   return values;
 }
 
-/** Return the lines of a card: {number, seeds, values: Map of step to [mean, lowest, highest, text] over the seeds}. */
+/** Return the lines of a card: {number, values: Map of step to [mean, lowest, highest, text] over the seeds}. */
 function lines(key) {
   return GROUPS.filter(([run]) => $(`show-${run.group}`)?.checked ?? true).map((runs) => {
     const curves = runs.map((run) => points(run, key, Number($("smooth").value), $("log").checked));
     const values = new Map();
     for (const step of [...new Set(curves.flatMap((curve) => [...curve.keys()]))].sort((a, b) => a - b)) {
       const seeds = curves.map((curve) => curve.get(step)).filter((y) => y !== undefined);
-      const spread = seeds.length > 1 ? ` ± ${format(Math.sqrt(unbiasedVariance(seeds)))}` : "";
+      const spread = seeds.length > 1 ? ` ± ${format(deviation(seeds))}` : "";
       values.set(step, [mean(seeds), Math.min(...seeds), Math.max(...seeds), format(mean(seeds)) + spread]);
     }
-    return { number: runs[0].group, seeds: runs.length, values };
+    return { number: runs[0].group, values };
   }).filter((line) => line.values.size);
 }
 
@@ -37,18 +37,12 @@ function draw(card) {
   const steps = [...new Set(all.flatMap((line) => [...line.values.keys()]))].sort((a, b) => a - b);
   const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const [series, data, bands] = [[{}], [steps], []];
-  for (const { number, seeds, values } of all) {
+  for (const { number, values } of all) {
     const ink = color(`--c${number % 8}`);
-    const add = (part, options) => {
-      series.push({ spanGaps: true, points: { show: false }, ...options });
-      data.push(steps.map((step) => values.get(step)?.[part]));
-    };
-    if (seeds > 1) {
-      add(2, { width: 0 });
-      add(1, { width: 0 });
-      bands.push({ series: [series.length - 2, series.length - 1], fill: `${ink}2a` });
-    }
-    add(0, { stroke: ink, width: 1.8, points: { show: values.size < 25, size: 5, fill: ink } });
+    const bound = { spanGaps: true, width: 0, points: { show: false } }; // of the band; with one seed both lie on the line
+    bands.push({ series: [series.length, series.length + 1], fill: `${ink}2a` });
+    series.push(bound, bound, { spanGaps: true, stroke: ink, width: 1.8, points: { show: values.size < 25, size: 5, fill: ink } });
+    data.push(...[2, 1, 0].map((part) => steps.map((step) => values.get(step)?.[part])));
   }
   const numbers = (_, values) => values.map((x) => (x === null ? "" : format(x)));
   const axis = { stroke: color("--muted"), grid: { stroke: color("--line") }, ticks: { show: false }, values: numbers };

@@ -18,4 +18,4 @@ function format(x, digits = 3) {
 const div = (className, ...children) => element("div", { className }, ...children);
 const dot = (number) => element("span", { className: "dot", style: `background: var(--c${number % 8})` });
 const mean = (values) => values.reduce((sum, x) => sum + x, 0) / values.length;
-const unbiasedVariance = (values) => (mean(values.map((x) => (x - mean(values)) ** 2)) * values.length) / (values.length - 1);
+const deviation = (values) => Math.sqrt((mean(values.map((x) => (x - mean(values)) ** 2)) * values.length) / (values.length - 1));

@@ -6,105 +6,96 @@ const SCORES = [...new Set(SAMPLES.flatMap(scoresOf))];
 for (const row of SAMPLES) row.id = [RUNS[row.run].name, row.held_out, row.step, row.place].join("/");
 const scoreOf = (sample) => sample[$("filter-score").value];
 const chosen = (id) => SAMPLES.find((sample) => sample.id === $(id).value);
+const alike = (sample, ...keys) => SAMPLES.filter((one) => keys.every((key) => one[key] === sample[key]));
+const nearest = (samples, step) => samples.sort((a, b) => Math.abs(a.step - step) - Math.abs(b.step - step));
 
-/** Fill the list with the samples that pass the filters, in the chosen order. */
-function showList() {
+/** Return an entry of a list of samples: a radio button that is as large as its text. */
+function entry(sample, name, oninput) {
+  const facts = [RUNS.length > 1 && RUNS[sample.run].name, sample.held_out && "evaluation", `step ${sample.step}`];
+  facts.push(`${$("filter-score").value} ${format(scoreOf(sample))}`, sample.stop_reason, sample.length && `${sample.length} tokens`);
+  const line = div("facts", dot(RUNS[sample.run].group), facts.filter(Boolean).join(" · "));
+  const button = element("input", { type: "radio", name, oninput, sample });
+  return element("li", {}, element("label", {}, button, line, div("text", sample.response.slice(0, 200) || "(empty)")));
+}
+
+/** Fill the list with the samples that pass the filters, in the chosen order. Open the first one, or keep one that is open. */
+function showList(keep = true) {
   const query = $("filter-text").value.toLowerCase();
-  const passes = (sample) =>
-    ["step", "run", "held_out", "stop_reason"].every((name) => ["", String(sample[name])].includes($(`filter-${name}`).value)) &&
+  const passes = (...names) => (sample) =>
+    names.every((name) => ["", String(sample[name])].includes($(`filter-${name}`).value)) &&
     [sample.prompt, sample.response, sample.rejected_text ?? ""].join("\n").toLowerCase().includes(query);
   const [name, sign] = $("filter-order").value.split(" "); // such as "score -1"
   const order = (sample) => sign * (name === "score" ? scoreOf(sample) ?? sign * Infinity : sample[name] ?? sample.response.length);
-  const samples = SAMPLES.filter(passes).sort((a, b) => order(a) - order(b)); // of equals the first one stays the first
+  const ofAnyStep = SAMPLES.filter(passes("run", "held_out", "stop_reason"));
+  const samples = ofAnyStep.filter(passes("step")).sort((a, b) => order(a) - order(b)); // of equals the first one stays the first
   const steps = new Set(SAMPLES.map((sample) => sample.step)).size; // of a long run, others are not in the page
-  $("sample-count").textContent = `${samples.length} of ${SAMPLES.length} samples of ${steps} steps`;
-  const item = (sample) => {
-    const facts = [RUNS.length > 1 && RUNS[sample.run].name, sample.held_out && "evaluation", `step ${sample.step}`];
-    facts.push(`${$("filter-score").value} ${format(scoreOf(sample))}`, sample.stop_reason, sample.length && `${sample.length} tokens`);
-    const line = div("facts", dot(RUNS[sample.run].group), facts.filter(Boolean).join(" · "));
-    const button = element("input", { type: "radio", name: "sample", oninput: () => open(sample), sample });
-    return element("li", {}, element("label", {}, button, line, div("text", sample.response.slice(0, 200) || "(empty)")));
-  };
+  const near = !samples.length && nearest(ofAnyStep, $("filter-step").value)[0];
+  const hint = near ? `; the nearest step with such samples is ${near.step}` : "";
+  $("sample-count").textContent = `${samples.length} of ${SAMPLES.length} samples of ${steps} steps${hint}`;
   const list = $("sample-list");
+  const item = (sample) => entry(sample, "sample", () => open(sample));
   const grow = () => list.append(...samples.slice(list.children.length, list.children.length + 300).map(item)); // all take seconds
   list.onscroll = () => list.scrollTop + 2 * list.clientHeight > list.scrollHeight && grow();
   list.replaceChildren();
   grow();
   list.scrollTop = 0;
-  if (samples.includes(chosen("selected"))) open(chosen("selected"), chosen("other"));
+  if (keep && samples.includes(chosen("selected"))) open(chosen("selected"), chosen("other"));
   else open(samples[0]);
 }
 
-/** List the samples that a metric is about, of a step or the nearest one that has some in the page. */
+/** List the samples that a metric is about, of a step or the nearest one that has some in the page; keys then move in the list. */
 function openStep(step, key) {
-  $("filter-held_out").value = key.startsWith("eval/");
-  const steps = SAMPLES.filter((sample) => String(sample.held_out) === $("filter-held_out").value).map((sample) => sample.step);
-  $("filter-step").value = steps.sort((a, b) => Math.abs(a - step) - Math.abs(b - step))[0] ?? "";
+  const held_out = key.startsWith("eval/");
+  $("filter-held_out").value = held_out;
+  $("filter-step").value = nearest(alike({ held_out }, "held_out"), step)[0]?.step ?? "";
   showList();
   $("samples").scrollIntoView();
+  document.querySelector("[name=sample]:checked")?.focus({ preventScroll: true });
 }
 
 /** Show a sample beside another one, or beside its group: the responses to its prompt of the same step. */
 function open(sample, other) {
   [$("selected").value, $("other").value] = [sample?.id ?? "", other?.id ?? ""];
-  for (const button of document.getElementsByName("sample")) button.checked = button.sample === sample;
-  for (const id of ["sample", "token"]) $(id).replaceChildren();
+  $("detail").hidden = !sample;
   if (!sample) return;
-  const distance = (one) => Math.abs(one.step - sample.step);
-  const alike = SAMPLES.filter((one) => one.prompt === sample.prompt).sort((a, b) => distance(a) - distance(b));
-  const group = alike.filter((one) => ["run", "step", "held_out"].every((key) => one[key] === sample[key]));
+  const samePrompt = nearest(alike(sample, "prompt"), sample.step);
+  const group = alike(sample, "prompt", "run", "step", "held_out");
+  const isGroup = !other && group.length > 1;
   const shown = [sample, ...(other ? [other] : group.filter((one) => one !== sample))];
-  const lacking = RUNS.filter((_, i) => alike.every((one) => one.run !== i || group.includes(one))).map((run) => run.name).join(", ");
-  const rows = alike.map((one) => {
-    const text = element("button", {}, one.response.slice(0, 80) || "(empty)");
-    const facts = [RUNS[one.run].name, one.step, ...SCORES.map((key) => format(one[key])), one.stop_reason ?? "", text];
-    const onclick = () => open(sample, one === other || one === sample ? null : one);
-    return element("tr", { ariaSelected: one === sample || one === other, onclick }, facts.map((fact) => element("td", {}, fact)));
-  });
-  const head = ["run", "step", ...SCORES, "ended by", "response"].map((cell) => element("th", {}, cell));
-  const table = element("table", { id: "same-prompt" }, element("thead", {}, element("tr", {}, head)), element("tbody", {}, rows));
+  const known = (key) => group.map((one) => one[key]).filter(Number.isFinite);
+  const scores = sample.why ? [] : SCORES.filter((key) => key !== "advantage" && known(key).length); // a reason has the mean, after penalties
+  const lacking = RUNS.filter((_, i) => samePrompt.every((one) => one.run !== i || group.includes(one))).map((run) => run.name).join(", ");
   const scale = showScale(shown);
-  $("sample").append(
-    element("p", { className: "label" }, "prompt"), div("prompt", textBlock(sample.prompt)),
-    element("div", {}, sample.answer == null ? null : labelled("reference answer", String(sample.answer))),
-    element("p", { className: "label" }, other || group.length < 2 ? null : summary(group)),
-    div("columns", shown.map((one) => card(one, scale, one === sample && shown.length > 1))),
-    element("p", { className: "label" }, "responses to this prompt, nearest step first; choose one to compare it alone"), div("wide", table),
-    element("p", { className: "label" }, lacking && `Besides this group, the page has no response to this prompt from ${lacking}.`));
+  $("sample").replaceChildren(
+    label("prompt"), div("prompt", textBlock(sample.prompt)),
+    div("", sample.answer == null ? null : labelled("reference answer", String(sample.answer))),
+    label(isGroup ? `${group.length} responses of a group at step ${sample.step}${scores.map((key) => `; mean ${key} ${format(mean(known(key)))}`).join("")}` : null),
+    div("columns", shown.map((one) => card(one, scale, isGroup, one === sample && shown.length > 1))));
+  $("lacking").textContent = lacking && `Besides this group, the page has no response to this prompt from ${lacking}.`;
+  const compare = (one) => entry(one, "other", () => open(sample, one === sample ? null : one));
+  const list = $("same-prompt");
+  if (list.contains(document.activeElement)) $("sample").lastChild.scrollIntoView({ block: "nearest" }); // a choice in it keeps its focus
+  else list.replaceChildren(...samePrompt.map(compare));
+  for (const x of $("browser").querySelectorAll("input")) x.checked = x.sample === (x.name === "other" && other ? other : sample);
+  $("token").hidden = !$("sample").querySelector(".tokens")?.move();
 }
 
-/** Return the line above a group, of which the log may have a part. */
-function summary(group) {
-  const values = (key) => group.map((one) => one[key]).filter((x) => typeof x === "number");
-  const fact = (key) => `mean ${key} ${format(mean(values(key)))} ± ${format(Math.sqrt(unbiasedVariance(values(key))))}`;
-  const facts = SCORES.filter((key) => key !== "advantage" && values(key).length > 1).map(fact);
-  return [`${group.length} responses of a group at step ${group[0].step}`, ...facts].join("; ");
-}
+const label = (...children) => element("p", { className: "label" }, children);
+const textBlock = (text) => element("p", { className: "text-block" }, text);
+const labelled = (name, text, kind = "") => div(`turn ${kind}`, label(name), textBlock(text));
 
-/** Return a paragraph, in which what was searched for is marked. */
-function textBlock(text) {
-  const query = $("filter-text").value.replace(/[^\w\s]/g, "\\$&");
-  const parts = query ? text.split(new RegExp(`(${query})`, "i")) : [text];
-  return element("p", { className: "text-block" }, parts.map((part, i) => (i % 2 ? element("mark", {}, part) : part)));
-}
-
-const labelled = (label, text, kind = "") => div(`turn ${kind}`, element("p", { className: "label" }, label), textBlock(text));
-
-function card(sample, scale, chosen) {
-  const kind = `${sample.held_out ? "evaluation" : "training"}, ${RUNS[sample.run].name}`;
-  const facts = [["chosen", chosen ? "in the list" : undefined], ["", kind], ["step", sample.step]];
-  facts.push(...SCORES.filter((key) => key in sample).map((key) => [key, format(sample[key])]));
-  facts.push(["ended by", sample.stop_reason], ["tokens", sample.length]);
-  const tags = facts.filter(([, x]) => x !== undefined).map(([key, x]) => element("span", { className: "tag" }, `${key} ${x}`));
-  let body = [textBlock(sample.response)];
-  if (scale && sample.tokens) body = [drawTokens(sample.tokens, scale)];
-  else if (sample.rejected_text !== undefined)
-    body = [labelled("chosen", sample.chosen_text, "tool"), labelled("rejected", sample.rejected_text, "user")];
-  else if (sample.turns)
-    body = sample.turns.map((turn) => {
-      const parts = [turn.content ?? "", ...(turn.tool_calls ?? []).map((call) => call.function ?? call)];
-      const text = parts.map((part) => (typeof part === "string" ? part : JSON.stringify(part))).join("\n");
-      return labelled([turn.role, turn.name].filter(Boolean).join(" "), text, turn.role);
-    });
-  return element("div", { className: chosen ? "card chosen" : "card", id: sample.id }, div("tags", tags), body);
+/** Return a sample in a frame: its numbers, and its tokens, its turns, the two texts of a pair, or its text. */
+function card(sample, scale, isGroup, chosen) {
+  const kind = isGroup ? [] : [sample.held_out ? "evaluation" : "training", RUNS.length > 1 && RUNS[sample.run].name, `step ${sample.step}`];
+  const scores = SCORES.filter((key) => key in sample).map((key) => `${key} ${format(sample[key])}${key === "advantage" ? sample.why ?? "" : ""}`);
+  const end = sample.stop_reason === "length" ? "length, without a stop token" : sample.stop_reason;
+  const facts = [chosen && "chosen in the list", ...kind, ...scores, end && `ended by ${end}`, sample.length && `${sample.length} tokens`];
+  const tags = facts.filter(Boolean).map((fact) => element("span", { className: "tag" }, fact));
+  const textOf = (part) => (typeof part === "string" ? part : JSON.stringify(part.function ?? part));
+  const pair = ["chosen", "rejected"].map((role) => ({ role, content: sample[`${role}_text`] }));
+  const turns = sample.turns ?? (sample.rejected_text === undefined ? null : pair);
+  let body = turns?.map(({ role, name, content, tool_calls: calls }) =>
+    labelled([role, name].filter(Boolean).join(" "), [content ?? "", ...(calls ?? [])].map(textOf).join("\n"), role));
+  if (scale && sample.tokens) body = drawTokens(sample.tokens, scale);
+  return element("div", { className: chosen ? "card chosen" : "card", id: sample.id }, div("tags", tags), body ?? textBlock(sample.response));
 }

@@ -11,53 +11,58 @@ function numberOf(tokens, name, i) {
 /** Show and return the scale of some samples: their largest number without its sign. "": tokens are not shown. */
 function showScale(samples) {
   const [{ value, title }] = $("colour").selectedOptions;
-  const sizes = samples.flatMap(({ tokens }) => tokens?.texts.map((_, i) => Math.abs(numberOf(tokens, value, i))) ?? []);
-  const known = sizes.filter((x) => !Number.isNaN(x));
-  const scale = known.reduce((largest, x) => Math.max(largest, x), 0);
-  $("scale").hidden = !value;
-  [$("lowest").textContent, $("highest").textContent] = [format(-scale), format(scale)];
-  const meaning = scale ? title || "orange: below 0; blue: above 0." : "none: 0 at each of these tokens.";
-  $("meaning").textContent = known.length ? meaning : `none: these responses have no such number${samples[0].held_out ? ", as nothing trains on an evaluation" : ""}.`;
+  const known = samples.flatMap(({ tokens }) => tokens?.texts.map((_, i) => numberOf(tokens, value, i)) ?? []).filter((x) => !Number.isNaN(x));
+  const scale = known.reduce((largest, x) => Math.max(largest, Math.abs(x)), 0);
+  const [low, high] = [known.some((x) => x < 0), known.some((x) => x > 0)];
+  [$("scale").hidden, $("ends").hidden] = [!value, !scale];
+  [$("lowest").textContent, $("highest").textContent] = [low ? format(-scale) : 0, high ? format(scale) : 0];
+  $("ramp").style.background = `linear-gradient(to right, ${[low && "var(--down)", "var(--card)", high && "var(--up)"].filter(Boolean)})`;
+  const none = known.length ? "0 at each of these tokens" : `no such number${samples[0].held_out ? ", as nothing trains on an evaluation" : ""}`;
+  $("meaning").textContent = `${scale ? title.split(" | ")[0] || "orange: below 0; blue: above 0" : none}.`;
   return value && (scale || 1);
 }
 
 /** Return the tokens of a response in blocks, which the browser lays out only where they are seen. */
 function drawTokens(tokens, scale) {
-  const name = $("colour").value;
   const place = element("div", { className: "text-block tokens", tabIndex: 0, ariaLabel: "tokens; the arrow keys move" });
+  const numbers = tokens.texts.map((_, i) => numberOf(tokens, $("colour").value, i));
+  const sizes = numbers.map((x) => Math.sqrt(Math.abs(x) / scale) || 0); // a root keeps small numbers visible
   let block = null;
   const spans = tokens.texts.map((text, i) => {
     const full = block?.children.length >= (tokens.texts[i - 1]?.endsWith("\n") ? 100 : 1000); // a block ends its line
     if (!block || full) place.append((block = div("block")));
-    const x = numberOf(tokens, name, i);
-    const kind = [Number.isNaN(x) ? "none" : x < 0 ? "down" : "up", tokens.clipped?.[i] ? "clipped" : ""].join(" ");
-    const size = Math.sqrt(Math.abs(x) / scale) || 0; // a root keeps small numbers visible
+    const kind = [Number.isNaN(numbers[i]) ? "none" : numbers[i] < 0 ? "down" : "up", tokens.clipped?.[i] ? "clipped" : ""].join(" ");
     const shown = text.replaceAll("\n", "↵\n") || "·"; // "·": a part of a character
-    block.append(element("span", { className: kind, style: `--w: ${Math.round(75 * size)}%` }, shown));
-    return block.lastChild;
+    return block.appendChild(element("span", { className: kind, style: `--w: ${Math.round(75 * sizes[i])}%` }, shown));
   });
-  let at = 0;
-  const move = (i) => {
-    if (!spans[i]) return null;
-    $("samples").querySelector(".at")?.classList.remove("at");
-    spans[i].classList.add("at");
-    at = i;
-    showToken(tokens, i);
-    return spans[i];
+  place.at = sizes.indexOf(sizes.reduce((largest, x) => Math.max(largest, x), 0)); // until another one is pointed at
+  place.move = (i = place.at) => {
+    if (!spans.length) return null;
+    place.at = (i + spans.length) % spans.length;
+    $("sample").querySelector(".at")?.classList.remove("at");
+    spans[place.at].classList.add("at");
+    showToken(tokens, place.at);
+    return spans[place.at];
   };
-  place.addEventListener("mouseover", (event) => move(spans.indexOf(event.target)));
-  place.addEventListener("focus", () => move(at));
-  place.addEventListener("keydown", (event) => move(at + { ArrowRight: 1, ArrowLeft: -1 }[event.key])?.scrollIntoView({ block: "nearest" }));
+  place.onfocus = () => place.move();
+  place.onmousemove = place.onclick = ({ target }) => target.localName === "span" && place.move(spans.indexOf(target)); // not by scrolling
   return place;
 }
 
-/** Show the numbers of a token, of which the log has four digits, at the bottom of the window: log-probs with their probability. */
+/** Show the number of a token that its colour stands for at the bottom of the window, and unfolded all, with what they mean. */
 function showToken(tokens, i) {
-  const text = (name, x = numberOf(tokens, name, i)) => {
-    if (["clipped", "trains"].includes(name)) return x ? "yes" : "no";
-    return format(x, 4) + (name.endsWith("logprobs") ? ` (${format(100 * Math.exp(x))}%)` : "");
+  const small = (x) => (x && Math.abs(x) < 1e-4 ? "≈ 0" : format(x));
+  const of = (name) => numberOf(tokens, name, i);
+  const text = (name) => {
+    if (["clipped", "trains"].includes(name)) return of(name) ? "yes" : "no";
+    if (name.endsWith("logprobs")) return `${small(of(name))} (${of(name) > -5e-4 ? "over 99.9" : format(100 * Math.exp(of(name)))}%)`;
+    if (name !== "push") return small(of(name));
+    const whole = new Set(tokens.advantages.filter((x) => x !== null)).size > 1 ? "" : " of the whole response";
+    const rest = small(1 - Math.exp(of("start_logprobs")));
+    return `${small(of(name))} = advantage ${small(of("advantages"))}${whole} × weight ${small(of("weights"))} × ${rest} (1 - probability)`;
   };
-  const known = [...$("colour").options].filter((option) => !Number.isNaN(numberOf(tokens, option.value, i)));
-  const parts = ({ title, text: name, value }) => element("span", { title }, `${name}: `, element("b", {}, text(value)));
-  $("token").replaceChildren(element("b", {}, `${i + 1}: ${JSON.stringify(tokens.texts[i])}`), ...known.map(parts));
+  const known = [...$("colour").options].filter((option) => !Number.isNaN(of(option.value)));
+  const fact = ({ text: name, value }) => `${name} ${text(value)}`;
+  $("number").replaceChildren(element("b", {}, `${i + 1}: ${JSON.stringify(tokens.texts[i])} `), ...known.filter(({ selected }) => selected).map(fact));
+  $("numbers").replaceChildren(...known.map((option) => div("", element("b", {}, fact(option)), option.title.replace(/.* \|/, ":"))));
 }
