@@ -49,7 +49,9 @@ class Function(Strict):
     @classmethod
     def as_object(cls, value: Any):
         """Read JSON text, "" and null, too: whatever a model writes, pydantic's Json does not."""
-        return (json.loads(value or "{}") if isinstance(value, str) else value) or {}
+        if isinstance(value, str):
+            value = json.loads(value or "null")
+        return {} if value is None else value
 
 
 class ToolCall(Strict):

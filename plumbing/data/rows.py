@@ -35,7 +35,7 @@ class Row(TypedDict, total=False):
 
 # Raise it when a change of the code reads or encodes rows in another way: the names of cache files
 # are hashes of it, too (tests/test_data.py).
-VERSION = 4
+VERSION = 5
 # The columns of a table whose rows are JSON: the place of a row, for messages, and the row.
 AT, LINE = "place", "line of JSON"
 
