@@ -47,9 +47,12 @@ def finite_or_nan(score) -> float:
 
 
 def values_of(row: Row) -> dict:
-    """Return the columns that a prompt had in its file, and "answer", the reference if it has one."""
+    """Return the columns that a prompt had in its file; "answer", the reference if it has one; and
+    "rollout_group", unless it is one of the columns.
+    """
     columns = row.get("columns", {})
-    return {**columns, "answer": columns.get("answer") if row["answer"] is None else row["answer"]}
+    answer = columns.get("answer") if row["answer"] is None else row["answer"]
+    return {"rollout_group": row.get("rollout_group"), **columns, "answer": answer}
 
 
 def columns_of(rows: list[Row]) -> dict[str, list]:
@@ -100,9 +103,9 @@ def check_name(name: str) -> None:
     opened.
     """
     if kind_of(name) == "model" and not os.path.isdir(name) and name.count("/") != 1:
-        others = "path/to/file.py:function, a reward model's folder or hub name, or a server's http:// address"
         raise UserError(
-            f"--reward {name}: there is no such reward; use {', '.join(verifiers.NAMES)}, {others}"
+            f"--reward {name}: there is no such reward; use {', '.join(verifiers.NAMES)}, "
+            "path/to/file.py:function, a reward model's folder or hub name, or a server's http:// address"
         )
     if kind_of(name) == "verifier":
         package = verifiers.verifier(name).package
@@ -187,9 +190,8 @@ class RewardSources:
             if kind == "server":
                 from extras.reward_servers import ServerSource
 
-                source: Source = ServerSource(name, args.timeout)
-            else:
-                source = SOURCES[kind](name, args.timeout, processes.get(kind))
+                SOURCES[kind] = ServerSource
+            source = SOURCES[kind](name, args.timeout, processes.get(kind))
             self.loop.run(source.load())
             self.sources[name] = source
         self._try_out(rows, tokenizer, environment, getattr(args, "group_size", 1))
@@ -205,10 +207,11 @@ class RewardSources:
         for name, source in self.sources.items():
             chosen = [row for row in rows if is_scored_by(row, name)]
             samples = []
-            for row in chosen[:1] + chosen[-1:]:
+            for i, row in enumerate(chosen[:1] + chosen[-1:]):
                 text = str(row["answer"] or 42)
+                row = {**row, "rollout_group": i}
                 if environment:
-                    row = {**row, "turns": [{"role": "assistant", "content": text}]}
+                    row["turns"] = [{"role": "assistant", "content": text}]
                 ids = tokenizer.encode(text, add_special_tokens=False)
                 samples.append(SimpleNamespace(row=row, text=text, response=ids, step=0))
             if name in self.models:
@@ -386,10 +389,10 @@ class VerifierSource(Source):
             self.check = functools.partial(self.check, seconds=0.8 * timeout)
 
     async def score(self, samples):
-        column = self.verifier.column
-        calls = [(final_turn(sample), values_of(sample.row).get(column)) for sample in samples]
-        limit = self.verifier.limit
-        ask = functools.partial(self.ask, self.timeout, "score", self.check, cpu_seconds=limit)
+        calls = [(final_turn(x), values_of(x.row).get(self.verifier.column)) for x in samples]
+        ask = functools.partial(
+            self.ask, self.timeout, "score", self.check, cpu_seconds=self.verifier.limit
+        )
         checked, failure = await ask(calls)
         if failure.endswith("CPU time"):
             # Comparing a formula can last forever. Then the response, the only one of the call, gets
@@ -415,7 +418,11 @@ class FunctionSource(Source):
     async def score(self, samples):
         """Return {"score": a number, NAME: a further number} for each response."""
         rows = [sample.row for sample in samples]
-        call = (
+        # The process may be a new one, and the time of a call is not for imports.
+        await self.ask(SECONDS_TO_LOAD, "attributes", self.name)
+        results, failure = await self.ask(
+            self.timeout,
+            "score",
             self.name,
             [row["prompt"] for row in rows],
             [sample.text for sample in samples],
@@ -424,9 +431,6 @@ class FunctionSource(Source):
             samples[0].step,
             turns_of(rows),
         )
-        # The process may be a new one, and the time of a call is not for imports.
-        await self.ask(SECONDS_TO_LOAD, "attributes", self.name)
-        results, failure = await self.ask(self.timeout, "score", *call)
         results = results or [None] * len(samples)
         if failure or any(math.isnan(result["score"]) for result in results):
             self.failure = failure
