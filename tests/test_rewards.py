@@ -153,6 +153,17 @@ def test_whole_groups(file, make, name, whole):
     assert [x[f"{source}/place"] for x in scores] == ([0, 1, 2] if whole else [0, 0, 0])
 
 
+def test_folders_with_modules_of_one_name(make, tmp_path):
+    names = [f"{tmp_path}/{folder}/judge.py:score" for folder in "ab"]
+    for name in names:
+        path = Path(name.partition(":")[0])
+        path.parent.mkdir()
+        path.write_text("import own\ndef score(responses): return [own.SCORE] * len(responses)")
+        path.with_name("own.py").write_text(f"SCORE = {ord(path.parent.name)}")
+    scores = scores_by(make(*names), [row("1")], ["1"], [[5]])
+    assert scores == dict(zip(names, ([97], [98])))
+
+
 def test_whole_groups_in_the_trial_call_and_failures(file, make):
     """The trial call has groups as large as the run's, with their numbers. Of a call that fails no
     score counts.

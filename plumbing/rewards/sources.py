@@ -6,7 +6,6 @@ returns None, NaN, infinity or over 1e18 gives no score: never a silent zero.
 """
 
 import asyncio
-import contextlib
 import functools
 import importlib.util
 import itertools
@@ -51,8 +50,11 @@ def values_of(row: Row) -> dict:
     "rollout_group", unless it is one of the columns.
     """
     columns = row.get("columns", {})
-    answer = columns.get("answer") if row["answer"] is None else row["answer"]
-    return {"rollout_group": row.get("rollout_group"), **columns, "answer": answer}
+    return {
+        "rollout_group": row.get("rollout_group"),
+        **columns,
+        "answer": columns.get("answer") if row["answer"] is None else row["answer"],
+    }
 
 
 def columns_of(rows: list[Row]) -> dict[str, list]:
@@ -117,9 +119,8 @@ def check_name(name: str) -> None:
         from extras.verifiers import sandbox
 
         with as_user_error("--reward code"):
-            missing = sandbox.open_limits()
-        if missing:
-            warn(f"--reward code: {missing}")
+            if missing := sandbox.open_limits():
+                warn(f"--reward code: {missing}")
 
 
 def why_unscorable(where: str, row: Row, args) -> str:
@@ -172,11 +173,12 @@ class RewardSources:
         count = args.reward_workers or max(1, (os.cpu_count() or 1) // ranks)
         used = [verifiers.verifier(name) for name in args.reward if kind_of(name) == "verifier"]
         self.server = ForkServer([name for x in used for name in (x.check.__module__, x.package)])
-        processes = {
-            "verifier": Processes(self.server, verifiers.Checks, count),
-            # One for all functions and what they hold.
-            "function": Processes(self.server, Functions, 1),
-        }
+        # One for all functions of a folder and what they hold: files of several folders may import
+        # modules of one name. Of a kind that asks none it never starts.
+        processes = defaultdict(
+            lambda: Processes(self.server, Functions, 1),
+            verifier=Processes(self.server, verifiers.Checks, count),
+        )
         self.sources: dict[str, Any] = {}  # a Source or a ModelSource each
         self.models: dict[str, Any] = {}  # the ModelSources
         for name in args.reward:
@@ -191,7 +193,11 @@ class RewardSources:
                 from extras.reward_servers import ServerSource
 
                 SOURCES[kind] = ServerSource
-            source = SOURCES[kind](name, args.timeout, processes.get(kind))
+            source = SOURCES[kind](
+                name,
+                args.timeout,
+                processes.get(kind) or processes[os.path.dirname(os.path.abspath(name))],
+            )
             self.loop.run(source.load())
             self.sources[name] = source
         self._try_out(rows, tokenizer, environment, getattr(args, "group_size", 1))
@@ -209,7 +215,7 @@ class RewardSources:
             samples = []
             for i, row in enumerate(chosen[:1] + chosen[-1:]):
                 text = str(row["answer"] or 42)
-                row = {**row, "rollout_group": i}
+                row = row | {"rollout_group": i}
                 if environment:
                     row["turns"] = [{"role": "assistant", "content": text}]
                 ids = tokenizer.encode(text, add_special_tokens=False)
@@ -339,15 +345,13 @@ class Source:
     most = 1 << 30  # responses in a call of `score`
     failure = ""  # the last reason for a score that is missing
     warned = False  # whether a missing score was reported
-    at_once: Any = contextlib.nullcontext()  # a Semaphore: of calls of `score` at the same time
 
-    def __init__(self, name: str, timeout: float, processes: Any = None):
-        """`processes`: the Processes of this kind of source, None if it has none."""
+    def __init__(self, name: str, timeout: float, processes: Processes):
+        """`processes`: those that `ask` asks."""
         self.name = name
         self.timeout = timeout
         self.processes = processes
-        if processes:
-            self.at_once = processes.at_once
+        self.at_once = processes.at_once  # of calls of `score` at the same time
 
     async def load(self) -> None:
         """Set `verifies`, `whole` and so on before anything is scored."""
