@@ -240,12 +240,6 @@ def test_scores_are_those_of_a_reward_model_in_the_run_itself(servers, folder, n
         ("gsm8k", b"[" * 100_000, 422, "RecursionError"),
         ("gsm8k", b'{"src": [""], "tgt": [NaN], "response": [""]}', 422, "finite"),
         ("gsm8k", {"src": [1] * 9999, "tgt": [], "response": []}, 422, "src.0"),
-        (
-            "gsm8k",
-            {"src": [""], "tgt": [""], "response": [""], "turns": [[{"role": "assistant"}]]},
-            422,
-            "turns.0",
-        ),
         *helpers.table("requests.json")["malformed"],
     ],
 )

@@ -154,14 +154,12 @@ def test_whole_groups(file, make, name, whole):
 
 
 def test_folders_with_modules_of_one_name(make, tmp_path):
-    names = [f"{tmp_path}/{folder}/judge.py:score" for folder in "ab"]
-    for name in names:
-        path = Path(name.partition(":")[0])
-        path.parent.mkdir()
-        path.write_text("import own\ndef score(responses): return [own.SCORE] * len(responses)")
-        path.with_name("own.py").write_text(f"SCORE = {ord(path.parent.name)}")
-    scores = scores_by(make(*names), [row("1")], ["1"], [[5]])
-    assert scores == dict(zip(names, ([97], [98])))
+    for score in "12":
+        (folder := tmp_path / score).mkdir()
+        (folder / "judge.py").write_text("from own import score")
+        (folder / "own.py").write_text(f"score = lambda responses: [{score}]")
+    names = [f"{tmp_path}/{score}/judge.py:score" for score in "12"]
+    assert [*scores_by(make(*names), [row("1")], ["1"], [[5]]).values()] == [[1], [2]]
 
 
 def test_whole_groups_in_the_trial_call_and_failures(file, make):
