@@ -161,7 +161,8 @@ async def serve(scorer: Scorer, listener: socket.socket) -> None:
             parts = await asyncio.gather(*map(score_part, places[::size]))
         except (utils.UserError, web.RequestPayloadError, ValueError, RecursionError) as error:
             status = 400 if isinstance(error, utils.UserError) else 422
-            return web.Response(text=f"{type(error).__name__}: {error}"[:1000], status=status)
+            text = utils.one_line(f"{type(error).__name__}: {error}")
+            return web.Response(text=text[:1000], status=status)
         finally:
             busy.discard(request.protocol)
         return web.json_response({"error_code": 0, "error_msg": "Success", "score": sum(parts, [])})
