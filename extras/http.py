@@ -9,6 +9,7 @@ import time
 
 import aiohttp
 from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.web import RequestPayloadError
 
 from utils import first_line, one_line
 
@@ -85,8 +86,8 @@ def in_one_line(record: logging.LogRecord) -> bool:
     """Have a record of aiohttp name what is wrong with a request, or that its client has left, in
     place of a traceback: any client can do that.
     """
-    error = record.exc_info[1] if record.exc_info else None
-    if isinstance(error, HttpProcessingError | ConnectionError):
+    error = record.exc_info and record.exc_info[1]
+    if isinstance(error, HttpProcessingError | ConnectionError | RequestPayloadError):
         record.msg = one_line(f"{record.getMessage()}: {error}")
         record.args = ()
         record.exc_info = None

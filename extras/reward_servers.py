@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import math
 from typing import Any
 
 from extras.http import SERVER_PATIENCE, NoSuchPage, ask_server
@@ -14,8 +13,8 @@ class ServerSource(Source):
     """A reward server, asked in PaddleNLP's protocol (scripts/reward_server.py) for batches of
     responses.
 
-    If `ask_server` has no answer, or one that is none, the responses of the batch have no score
-    (NaN). --timeout limits a request. A key in the variable REWARD_API_KEY is sent along.
+    If `ask_server` has no answer, or one that is none, the responses of the batch have no score.
+    --timeout limits a request. A key in the variable REWARD_API_KEY is sent along.
     """
 
     most = 32  # responses in a request
@@ -39,7 +38,7 @@ class ServerSource(Source):
         if self.whole:
             self.most = Source.most
 
-    async def score(self, samples: list) -> list[float]:
+    async def score(self, samples: list) -> list:
         count = len(samples)
         rows = [sample.row for sample in samples]
         columns = columns_of(rows)
@@ -60,7 +59,7 @@ class ServerSource(Source):
             return list(map(finite_or_nan, scores))
         except Exception as error:  # an address may answer anything
             self.failure = f"{type(error).__name__}: {error}"[:300]
-            return [math.nan] * count
+            return [None] * count
 
     async def _ask(self, url: str, path: str, body: dict | None = None) -> dict:
         return await ask_server(

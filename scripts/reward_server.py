@@ -147,8 +147,6 @@ async def serve(scorer: Scorer, listener: socket.socket) -> None:
     async def score(request: web.Request) -> web.Response:
         if not has_key(request.raw_headers, "REWARD_API_KEY"):
             raise web.HTTPUnauthorized(text="REWARD_API_KEY is not the one of the server")
-        body = await request.read()
-        busy.add(request.protocol)
         two = asyncio.Semaphore(2)  # else processes would wait for the last row of each part
 
         async def score_part(i: int) -> list[float | None]:
@@ -156,15 +154,17 @@ async def serve(scorer: Scorer, listener: socket.socket) -> None:
                 return await asyncio.to_thread(scorer.score, asked, places[i : i + size])
 
         try:
-            asked = Request.model_validate(json.loads(body))
+            asked = Request.model_validate(json.loads(await request.read()))
+            busy.add(request.protocol)
             places = range(len(asked.src))
             size = sources.Source.most if scorer.reward_sources.whole else PART
             parts = await asyncio.gather(*map(score_part, places[::size]))
-        except (utils.UserError, ValueError, RecursionError) as error:
+        except (utils.UserError, web.RequestPayloadError, ValueError, RecursionError) as error:
             status = 400 if isinstance(error, utils.UserError) else 422
-            return web.Response(text=f"{type(error).__name__}: {error}"[:1000], status=status)
+            text = utils.one_line(f"{type(error).__name__}: {error}")
+            return web.Response(text=text[:1000], status=status)
         finally:
-            busy.remove(request.protocol)
+            busy.discard(request.protocol)
         return web.json_response({"error_code": 0, "error_msg": "Success", "score": sum(parts, [])})
 
     async def health(_) -> web.Response:

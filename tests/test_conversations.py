@@ -24,7 +24,7 @@ import rloo
 from extras.episodes.conversations import STOP_REASONS, Conversation, Conversations
 from extras.vllm.sampling import RolloutEngine
 from plumbing.models.loading import load_model, precision
-from plumbing.processes import EventLoop
+from plumbing.processes import EventLoop, Processes
 from plumbing.rewards.sources import EpisodeSource, RewardSources
 from plumbing.rollout.batch import forward_batch
 from plumbing.rollout.sampler import Sampler
@@ -254,7 +254,7 @@ class EnvironmentRewards(RewardSources):
     verifiers = ("episode",)
 
     def __init__(self):
-        self.sources = {"episode": EpisodeSource("episode", 1.0, None)}
+        self.sources = {"episode": EpisodeSource("episode", 1.0, Processes(None, None, 1))}
 
 
 def sampler_of(model, rewards, conversations, args) -> Sampler:

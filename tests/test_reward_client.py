@@ -183,6 +183,7 @@ def test_reference_answers_and_other_columns(serve):
     }
     assert ask(server.url, 2, columns=columns)[1] == ""
     sent = {
+        "rollout_group": [None] * 2,
         "reasoning_gym": [["chain_sum", 10, 0, 3]] * 2,
         "level": [None] * 2,
         "day": ["namespace(x=1)"] * 2,
@@ -302,23 +303,26 @@ def test_time_outs(serve, naps, text):
 
 
 def test_the_judge_that_ranks_a_group(serve, monkeypatch):
-    """By the share of the others that a response beats; a group without a ranking, or whose request
-    failed, has no scores.
+    """By the share of the others that a response beats, also where two groups have one prompt; a
+    group without a ranking, or whose request failed, has no scores.
     """
     asked = []
     said = {"a": "3 is odd. Ranking: 1, 2, 0", "b": "Ranking: 1, 1", "c": "Ranking: 1 > 0"}
 
     def judge(question, count):
         asked.append(question["messages"][0]["content"].partition("Question: ")[2])
-        content = said.get(asked[-1][0])
-        return 200 if content else 500, {"choices": [{"message": {"content": content}}]}, {}
+        content = said.get(prompt := asked[-1][0])
+        return 500 if prompt == "e" else 200, {"choices": [{"message": {"content": content}}]}, {}
 
     monkeypatch.setenv("JUDGE_URL", serve(judge).url)
     monkeypatch.setenv("JUDGE_MODEL", "a judge")
     reward_sources = rewards_of(JUDGE, 30.0)
-    rows = [{"prompt": x, "answer": None, "columns": {}, "messages": None} for x in "aaabbccd"]
-    scores = scores_by(reward_sources, rows, "12345678", [[1]] * 8)[JUDGE]
+    row = {"answer": None, "columns": {}, "messages": None}
+    groups = ["aaa", "bb", "cc", "cc", "d", "e"]
+    rows = [row | {"prompt": x, "rollout_group": i} for i, y in enumerate(groups) for x in y]
+    scores = scores_by(reward_sources, rows, "12345678901", [[1]] * 11)[JUDGE]
     end_processes(reward_sources.server)
     assert reward_sources.whole and not reward_sources.verifiers
-    assert scores == pytest.approx([0, 1, 0.5, *[math.nan] * 2, 0, 1, math.nan], nan_ok=True)
+    nan = math.nan
+    assert scores == pytest.approx([0, 1, 0.5, nan, nan, 0, 1, 0, 1, nan, nan], nan_ok=True)
     assert "a\n\nAnswer 0: 1\n\nAnswer 1: 2\n\nAnswer 2: 3" in asked

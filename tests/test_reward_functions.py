@@ -158,10 +158,12 @@ def test_numbers(scores):
 
 @pytest.mark.parametrize(
     "scores",
-    [{1: 1, 2: 2}, {1, 2}, 1.0, None, [1.0], [1.0] * 3, "11", [[1.0], [1.0]], ["a", 1], [{}] * 2],
+    [{1: 1, 2: 2}, {1, 2}, 1.0, None, [1.0], [1.0] * 3, "11", b"11", [[]] * 2, ["a", 1], [{}] * 2],
 )
 def test_other_results(scores):
-    with pytest.raises((TypeError, ValueError, KeyError)):
+    with pytest.raises(
+        (TypeError, ValueError), match="returned (a|[13] scores)|, not 'list'|float: 'a'"
+    ):
         score_by(lambda prompts, responses: scores, *CALL)
 
 

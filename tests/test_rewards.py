@@ -64,7 +64,7 @@ class Judge:
     def __call__(self, responses): return trl(responses)
 def at_once(completions, **columns): return trl(completions)
 at_once.whole = False
-def by_three(completions): return [1 / (len(completions) % 3 == 0)] * len(completions)
+def by_three(completions, rollout_group): return [1 / (rollout_group.count(x) == 3) for x in rollout_group]
 def fails(completions): return [1 / (len(completions) < 3)] * len(completions)
 
 queue = asyncio.Queue()
@@ -153,8 +153,19 @@ def test_whole_groups(file, make, name, whole):
     assert [x[f"{source}/place"] for x in scores] == ([0, 1, 2] if whole else [0, 0, 0])
 
 
+def test_folders_with_modules_of_one_name(make, tmp_path):
+    for score in "12":
+        (folder := tmp_path / score).mkdir()
+        (folder / "judge.py").write_text("from own import score")
+        (folder / "own.py").write_text(f"score = lambda responses: [{score}]")
+    names = [f"{tmp_path}/{score}/judge.py:score" for score in "12"]
+    assert [*scores_by(make(*names), [row("1")], ["1"], [[5]]).values()] == [[1], [2]]
+
+
 def test_whole_groups_in_the_trial_call_and_failures(file, make):
-    """The trial call has groups as large as the run's. Of a call that fails no score counts."""
+    """The trial call has groups as large as the run's, with their numbers. Of a call that fails no
+    score counts.
+    """
     names = [f"{file}:{name}" for name in ("by_three", "fails")]
     reward_sources = make(names[0], rows=[row("1"), row("2")], group_size=3)
     assert scores_by(reward_sources, [row("1")] * 3, ["1"] * 3, [[5]] * 3)[names[0]] == [1] * 3
@@ -415,7 +426,7 @@ def test_functions_get_the_row_s_own_answer_where_there_is_no_reference():
     """As of a column that is empty in the first rows."""
     own = [{"answer": "1"}, {"answer": "3"}, {}]
     rows = [row(answer) | {"columns": x} for answer, x in zip((None, "2", None), own)]
-    assert columns_of(rows) == {"answer": ["1", "2", None]}
+    assert columns_of(rows)["answer"] == ["1", "2", None]
 
 
 def batch_of(rows: list[dict], **components) -> Batch:

@@ -455,7 +455,7 @@ def test_rollout_lays_out_the_batch(setting):
     widest = max(map(len, responses_of(batch)))
     # the three responses of a prompt stand next to each other
     for i, sample in enumerate(batch.samples):
-        assert sample.row is rows[i // 3]
+        assert sample.row == rows[i // 3] | {"rollout_group": i // 3}
         query = sample.row["query"]
         stops = sampler.stop_ids
         response, logprobs = one_by_one(sampler.model, query, numbers[i], stops, sampler.args)

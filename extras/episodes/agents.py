@@ -25,7 +25,7 @@ from extras.episodes.apis import APIS, Api
 from extras.episodes.conversations import Conversation, Conversations
 from extras.episodes.tool_processes import EnvironmentFailure, ToolProcess
 from extras.http import in_one_line
-from plumbing.data.messages import read_messages
+from plumbing.data.messages import read_messages, without_empty
 from plumbing.models.config import positions_of
 from utils import first_line
 
@@ -153,7 +153,7 @@ class Agents(Conversations):
             turn: one of `turns`, which are all of the response; its fields are set.
             sample: see `Conversations._converse`.
         """
-        asked = {name: x for name, x in given.items() if x is not None}
+        asked = without_empty(given, empty=(None,))
         for name, value in asked.items():
             is_off = name in OFF and not value
             if not is_off and name not in READ and value not in FIXED.get(name, ()):

@@ -9,7 +9,6 @@ model with the reason why one cannot be read. Whether a call fits a tool is not 
 """
 
 import ast
-import contextlib
 import functools
 import json
 import os
@@ -20,6 +19,7 @@ from transformers.utils.chat_parsing.response_templates import load_response_tem
 
 from extras.episodes.tool_processes import EnvironmentFailure
 from plumbing.data.encoding import CUT, Text, encode_texts, guarded
+from plumbing.data.messages import Function
 from plumbing.data.rendering import apply_template, shown
 from utils import first_line, warn
 
@@ -249,10 +249,8 @@ def read_call(value) -> Call | str:
     """Return the call in a JSON value, or the text of the error."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return 'a call has to be a JSON object with "name" and "arguments"'
-    arguments = value.get("arguments", value.get("parameters")) or {}
-    if isinstance(arguments, str):  # some models write JSON in JSON
-        with contextlib.suppress(ValueError, RecursionError):  # the second: thousands of brackets
-            arguments = json.loads(arguments)
-    if not isinstance(arguments, dict):
+    arguments = value.get("arguments", value.get("parameters"))
+    try:  # some models write JSON in JSON
+        return value["name"], Function(name=value["name"], arguments=arguments).arguments
+    except (ValueError, RecursionError):  # the second: thousands of brackets
         return f"the arguments of {value['name']} have to be a JSON object"
-    return value["name"], arguments

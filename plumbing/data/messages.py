@@ -49,7 +49,9 @@ class Function(Strict):
     @classmethod
     def as_object(cls, value: Any):
         """Read JSON text, "" and null, too: whatever a model writes, pydantic's Json does not."""
-        return (json.loads(value or "{}") if isinstance(value, str) else value) or {}
+        if isinstance(value, str):
+            value = json.loads(value or "null")
+        return {} if value is None else value
 
 
 class ToolCall(Strict):
@@ -112,15 +114,16 @@ class Message(Strict):
     def as_dict(self) -> dict:
         """Return what the message says: its content, and its other keys but the weight."""
         calls = [call.model_dump(exclude_none=True) for call in self.tool_calls]
-        given = {
-            "role": self.role,
-            "name": self.name,
-            "tool_call_id": self.tool_call_id,
-            "tool_calls": calls or None,
-            THOUGHTS[0]: self.thought or None,
-            "content": self.content,
-        }
-        return {name: value for name, value in given.items() if value is not None}
+        return without_empty(
+            {
+                "role": self.role,
+                "name": self.name,
+                "tool_call_id": self.tool_call_id,
+                "tool_calls": calls,
+                THOUGHTS[0]: self.thought or None,
+                "content": self.content,
+            }
+        )
 
 
 MESSAGES = TypeAdapter(Annotated[list[Message], Field(min_length=1)])
@@ -147,5 +150,7 @@ def read_messages(where: str, turns: Any, role: str = "user") -> list[Message]:
 
 def is_turn_of_assistant(messages: Any) -> bool:
     """Return whether a value is a list of messages of which the last one is the assistant's."""
-    last = messages[-1] if isinstance(messages, list) and messages else None
-    return isinstance(last, dict) and last.get("role") == "assistant"
+    match messages:
+        case [*_, {"role": "assistant"}]:
+            return True
+    return False

@@ -30,6 +30,7 @@ class Row(TypedDict, total=False):
     dataset: str
     place: int  # among the rows of the run, with --pass_rates
     columns: dict  # the row as it was read
+    rollout_group: int  # number of its group in the rollout
     turns: list[dict]  # of a conversation that has ended
     episode: float  # what its environment or agent gave
 

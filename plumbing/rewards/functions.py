@@ -123,7 +123,7 @@ def score_by(
         results = call(function, columns, prompts=prompts, **given)
     if inspect.iscoroutine(results):
         results = runner.run(results)
-    if isinstance(results, (str, dict, set)):
+    if isinstance(results, (str, bytes, dict, set)) or not hasattr(results, "__iter__"):
         raise TypeError(f"returned a {type(results).__name__}, not a list of numbers")
     results = list(results)
     if len(results) != count:
@@ -152,6 +152,8 @@ async def at_once(results: list) -> list:
 def numbers_of(result) -> dict[str, float]:
     """Return the numbers of what a function returned for a response."""
     named = result if isinstance(result, dict) else {"score": result}
+    if "score" not in named:
+        raise ValueError(f"returned an object without 'score': {result!r:.80}")
     score = math.nan if named["score"] is None else float(named["score"])
     numbers = {}
     for name, x in named.items():

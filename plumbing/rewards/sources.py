@@ -6,7 +6,6 @@ returns None, NaN, infinity or over 1e18 gives no score: never a silent zero.
 """
 
 import asyncio
-import contextlib
 import functools
 import importlib.util
 import itertools
@@ -47,9 +46,15 @@ def finite_or_nan(score) -> float:
 
 
 def values_of(row: Row) -> dict:
-    """Return the columns that a prompt had in its file, and "answer", the reference if it has one."""
+    """Return the columns that a prompt had in its file; "answer", the reference if it has one; and
+    "rollout_group", unless it is one of the columns.
+    """
     columns = row.get("columns", {})
-    return {**columns, "answer": columns.get("answer") if row["answer"] is None else row["answer"]}
+    return {
+        "rollout_group": row.get("rollout_group"),
+        **columns,
+        "answer": columns.get("answer") if row["answer"] is None else row["answer"],
+    }
 
 
 def columns_of(rows: list[Row]) -> dict[str, list]:
@@ -100,9 +105,9 @@ def check_name(name: str) -> None:
     opened.
     """
     if kind_of(name) == "model" and not os.path.isdir(name) and name.count("/") != 1:
-        others = "path/to/file.py:function, a reward model's folder or hub name, or a server's http:// address"
         raise UserError(
-            f"--reward {name}: there is no such reward; use {', '.join(verifiers.NAMES)}, {others}"
+            f"--reward {name}: there is no such reward; use {', '.join(verifiers.NAMES)}, "
+            "path/to/file.py:function, a reward model's folder or hub name, or a server's http:// address"
         )
     if kind_of(name) == "verifier":
         package = verifiers.verifier(name).package
@@ -114,9 +119,8 @@ def check_name(name: str) -> None:
         from extras.verifiers import sandbox
 
         with as_user_error("--reward code"):
-            missing = sandbox.open_limits()
-        if missing:
-            warn(f"--reward code: {missing}")
+            if missing := sandbox.open_limits():
+                warn(f"--reward code: {missing}")
 
 
 def why_unscorable(where: str, row: Row, args) -> str:
@@ -169,11 +173,12 @@ class RewardSources:
         count = args.reward_workers or max(1, (os.cpu_count() or 1) // ranks)
         used = [verifiers.verifier(name) for name in args.reward if kind_of(name) == "verifier"]
         self.server = ForkServer([name for x in used for name in (x.check.__module__, x.package)])
-        processes = {
-            "verifier": Processes(self.server, verifiers.Checks, count),
-            # One for all functions and what they hold.
-            "function": Processes(self.server, Functions, 1),
-        }
+        # One for all functions of a folder and what they hold: files of several folders may import
+        # modules of one name. Of a kind that asks none it never starts.
+        processes = defaultdict(
+            lambda: Processes(self.server, Functions, 1),
+            verifier=Processes(self.server, verifiers.Checks, count),
+        )
         self.sources: dict[str, Any] = {}  # a Source or a ModelSource each
         self.models: dict[str, Any] = {}  # the ModelSources
         for name in args.reward:
@@ -187,9 +192,12 @@ class RewardSources:
             if kind == "server":
                 from extras.reward_servers import ServerSource
 
-                source: Source = ServerSource(name, args.timeout)
-            else:
-                source = SOURCES[kind](name, args.timeout, processes.get(kind))
+                SOURCES[kind] = ServerSource
+            source = SOURCES[kind](
+                name,
+                args.timeout,
+                processes.get(kind) or processes[os.path.dirname(os.path.abspath(name))],
+            )
             self.loop.run(source.load())
             self.sources[name] = source
         self._try_out(rows, tokenizer, environment, getattr(args, "group_size", 1))
@@ -205,10 +213,11 @@ class RewardSources:
         for name, source in self.sources.items():
             chosen = [row for row in rows if is_scored_by(row, name)]
             samples = []
-            for row in chosen[:1] + chosen[-1:]:
+            for i, row in enumerate(chosen[:1] + chosen[-1:]):
                 text = str(row["answer"] or 42)
+                row = row | {"rollout_group": i}
                 if environment:
-                    row = {**row, "turns": [{"role": "assistant", "content": text}]}
+                    row["turns"] = [{"role": "assistant", "content": text}]
                 ids = tokenizer.encode(text, add_special_tokens=False)
                 samples.append(SimpleNamespace(row=row, text=text, response=ids, step=0))
             if name in self.models:
@@ -336,15 +345,13 @@ class Source:
     most = 1 << 30  # responses in a call of `score`
     failure = ""  # the last reason for a score that is missing
     warned = False  # whether a missing score was reported
-    at_once: Any = contextlib.nullcontext()  # a Semaphore: of calls of `score` at the same time
 
-    def __init__(self, name: str, timeout: float, processes: Any = None):
-        """`processes`: the Processes of this kind of source, None if it has none."""
+    def __init__(self, name: str, timeout: float, processes: Processes):
+        """`processes`: those that `ask` asks."""
         self.name = name
         self.timeout = timeout
         self.processes = processes
-        if processes:
-            self.at_once = processes.at_once
+        self.at_once = processes.at_once  # of calls of `score` at the same time
 
     async def load(self) -> None:
         """Set `verifies`, `whole` and so on before anything is scored."""
@@ -386,10 +393,10 @@ class VerifierSource(Source):
             self.check = functools.partial(self.check, seconds=0.8 * timeout)
 
     async def score(self, samples):
-        column = self.verifier.column
-        calls = [(final_turn(sample), values_of(sample.row).get(column)) for sample in samples]
-        limit = self.verifier.limit
-        ask = functools.partial(self.ask, self.timeout, "score", self.check, cpu_seconds=limit)
+        calls = [(final_turn(x), values_of(x.row).get(self.verifier.column)) for x in samples]
+        ask = functools.partial(
+            self.ask, self.timeout, "score", self.check, cpu_seconds=self.verifier.limit
+        )
         checked, failure = await ask(calls)
         if failure.endswith("CPU time"):
             # Comparing a formula can last forever. Then the response, the only one of the call, gets
@@ -415,7 +422,11 @@ class FunctionSource(Source):
     async def score(self, samples):
         """Return {"score": a number, NAME: a further number} for each response."""
         rows = [sample.row for sample in samples]
-        call = (
+        # The process may be a new one, and the time of a call is not for imports.
+        await self.ask(SECONDS_TO_LOAD, "attributes", self.name)
+        results, failure = await self.ask(
+            self.timeout,
+            "score",
             self.name,
             [row["prompt"] for row in rows],
             [sample.text for sample in samples],
@@ -424,9 +435,6 @@ class FunctionSource(Source):
             samples[0].step,
             turns_of(rows),
         )
-        # The process may be a new one, and the time of a call is not for imports.
-        await self.ask(SECONDS_TO_LOAD, "attributes", self.name)
-        results, failure = await self.ask(self.timeout, "score", *call)
         results = results or [None] * len(samples)
         if failure or any(math.isnan(result["score"]) for result in results):
             self.failure = failure

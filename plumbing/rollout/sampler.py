@@ -99,7 +99,8 @@ class Sampler:
         """
         size = per_prompt + greedy  # of a group, the responses to a prompt
         draws, tool_seeds = self.random_numbers(len(rows), per_prompt, key, greedy)
-        asked = [row for row in rows for _ in range(size)]  # a row for each response
+        # a row for each response
+        asked = [row | {"rollout_group": i} for i, row in enumerate(rows) for _ in range(size)]
         at_once = size if self.reward_sources.whole else 1  # responses that one rank has to have
         parts = [range(i, i + at_once) for i in range(0, len(asked), at_once)]
         local = list(chain(*self.world.shard(parts)))  # this rank's responses; "place": index in it

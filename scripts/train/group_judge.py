@@ -30,24 +30,19 @@ async def ranks(prompt: str, responses: list[str]) -> list[float | None]:
         async with aiohttp.request("POST", URL, json=request, headers=KEY) as answer:
             answer.raise_for_status()
             text = (await answer.json())["choices"][0]["message"]["content"]
-    except (
-        aiohttp.ClientError,
-        TimeoutError,
-        ValueError,
-        LookupError,
-    ) as error:  # the other groups keep their scores
+            order = list(map(int, re.findall(r"\d+", text.rpartition("Ranking:")[2])))
+    except Exception as error:  # it may answer anything; the other groups keep their scores
         print(f"warning: the judge: {error!r}", file=sys.stderr)
-        return [None] * len(responses)
-    order = list(map(int, re.findall(r"\d+", text.rpartition("Ranking:")[2])))
+        order = []
     numbers = range(len(responses))
     if sorted(order) != [*numbers]:
         return [None] * len(responses)
     return [1 - order.index(i) / max(1, len(order) - 1) for i in numbers]
 
 
-async def score(prompts, responses, **columns):
-    pairs = groupby(zip(prompts, responses), key=lambda pair: pair[0])
-    groups = [ranks(prompt, [response for _, response in group]) for prompt, group in pairs]
+async def score(prompts, responses, rollout_group, **columns):
+    rows = groupby(zip(rollout_group, prompts, responses), key=lambda row: row[:2])
+    groups = [ranks(prompt, [response for *_, response in group]) for (_, prompt), group in rows]
     return sum(await asyncio.gather(*groups), [])
 
 
