@@ -61,7 +61,8 @@ class Args(cli.RunArgs, cli.ModelArgs, cli.OptimizerArgs):
     """Preference pairs: arithmetic (built in), a .jsonl, .json, .csv or .parquet file, a folder, or
     owner/name[:config] on the hub, each with @split after it for another split than train. Columns:
     chosen and rejected, text or messages, with a prompt or without; or PaddleNLP's src, tgt,
-    response and sort. Optional columns: margin (a number) and subset."""
+    response and sort. Optional columns: system, tools, chat_template_kwargs, margin (a number) and
+    subset."""
     eval_dataset: PathOrName = ""
     """Pairs to evaluate on, split test unless @split is given. Default: split test of --dataset;
     if --dataset is a single file, at most a tenth of its pairs, on which nothing trains."""
