@@ -11,7 +11,6 @@ from typing import Any
 import transformers
 from transformers import PreTrainedTokenizerBase
 
-from plumbing.data.formats import is_filled
 from plumbing.models.config import base_of, find_file, go_offline_if_unreachable, load_config
 from utils import UserError, as_user_error, say, warn
 
@@ -70,14 +69,16 @@ def load_tokenizer(
 def template_values(
     where: str, given: Any, tokenizer: PreTrainedTokenizerBase, applies_template: bool
 ) -> dict:
-    """Return the values of an object, or of its JSON text, for the chat template; raise a UserError
-    if that does not read one which is not empty.
+    """Return the values of an object, or of its JSON text, for the chat template, without nulls;
+    raise a UserError if that does not read one of them.
     """
     template = str(tokenizer.chat_template) if applies_template else ""
     with as_user_error(where):
         values = dict(json.loads(given) if isinstance(given, str) else given)
+        # A table of rows has null where a row lacks a key.
+        values = {key: value for key, value in values.items() if value is not None}
         for key in values:
-            if is_filled(values[key]) and not re.search(rf"\b{re.escape(key)}\b", template):
+            if not re.search(rf"\b{re.escape(key)}\b", template):
                 raise ValueError(f"the chat template of --model does not read {key}")
     return values
 
