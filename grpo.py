@@ -912,8 +912,8 @@ def turn_advantages(
 def equal_scores(grouped: Tensor) -> Tensor:
     """Return which groups teach nothing, their scores being equal: (N / G, G) -> (N / G,) bool.
 
-    Missing scores are ignored: a group with one score or none is among them. Scores that differ by
-    1e-9 or less differ by rounding, as 0.1 + 0.2 and 0.3 do, or rewards that cancel.
+    Missing scores are ignored: a group with one score or none is among them. Scores within 1e-9
+    count as equal, because sums such as 0.1 + 0.2 and 0.3 differ by rounding.
     """
     scored = grouped.isfinite()
     highest = grouped.where(scored, -torch.inf).amax(1)

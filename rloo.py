@@ -293,7 +293,7 @@ def whiten(x: Tensor, mask: Tensor) -> Tensor:
     """Return (x - mean) / sqrt(var + 1e-8) over the entries where mask is set, var unbiased; 0
     elsewhere. Any shape.
     """
-    values = x.double()  # the mean of many equal float32 is another number: its error would grow
+    values = x.double()  # a mean of equal float32 is inexact, and its error would grow 10,000 times
     mean = masked_mean(values, mask)
     variance = masked_sum((values - mean).square(), mask) / (mask.sum() - 1).clamp(min=1)
     white = (values - mean) * torch.rsqrt(variance + 1e-8)
@@ -788,8 +788,8 @@ def token_advantages(
 def equal_scores(grouped: Tensor) -> Tensor:
     """Return which groups teach nothing, their scores being equal: (N / G, G) -> (N / G,) bool.
 
-    Missing scores are ignored: a group with one score or none is among them. Scores that differ by
-    1e-9 or less differ by rounding, as 0.1 + 0.2 and 0.3 do, or rewards that cancel.
+    Missing scores are ignored: a group with one score or none is among them. Scores within 1e-9
+    count as equal, because sums such as 0.1 + 0.2 and 0.3 differ by rounding.
     """
     scored = grouped.isfinite()
     highest = grouped.where(scored, -torch.inf).amax(1)

@@ -54,7 +54,7 @@ class FileSampler(SimpleNamespace):
             else:  # they are times the weight of their source
                 saved = read_args(self.args.rollouts_from)["args"]
                 same = [saved[x] == [*getattr(self.args, x)] for x in ("reward", "reward_weights")]
-                if "turn_rewards" not in tensors or not all(same):
+                if not {"turn_rewards", "turns"} <= {*tensors} or not all(same):
                     raise ValueError(
                         "--turn_rewards, --reward and --reward_weights have to be those of the run that saved it"
                     )

@@ -183,6 +183,11 @@ def test_what_a_run_leaves_is_a_config(script, tmp_path):
     assert with_file(tmp_path, left, name="args.json", script=script) == args
 
 
+def test_a_config_may_merge_keys(tmp_path):
+    args = with_file(tmp_path, "<<: {seed: 3, group_size: 4}\nseed: 5\n")
+    assert (args.seed, args.group_size) == (5, 4)
+
+
 @pytest.mark.parametrize("content", CASES["configs"])
 def test_bad_files(content, tmp_path, capsys):
     path = tmp_path / ("config.json" if content.startswith("{") else "config.yaml")

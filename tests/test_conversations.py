@@ -189,6 +189,8 @@ def test_what_reset_adds_keeps_the_tools_of_the_row():
     conversations = Conversations(args_of(), tokenizer, [tokenizer.eos_token_id])
     row = conversations._prompt_with(row_of(tokenizer, tools=[{"name": "look"}]), " on")
     assert row["prompt"] == tokenizer.decode(row["query"]) == "[look][user]go on>"
+    conversations.schemas = [{"function": {"name": "see"}}]  # of --tools
+    assert conversations._prompt_with(row_of(tokenizer), " on")["prompt"] == "[see][user]go on>"
 
 
 def test_conversations_of_several_rollouts_are_bounded_together():

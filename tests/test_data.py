@@ -527,7 +527,8 @@ def test_what_the_cache_goes_by(tmp_path, monkeypatch):
     monkeypatch.setattr(cache, "VERSION", 0)
     assert len({*seen, name()}) == 5 and len(fingerprints) == 1
     name(prompt_column="answer")
-    assert len(fingerprints) == 2
+    name(answer_column="prompt")
+    assert len(fingerprints) == 3
 
 
 def test_what_stops_encoding_is_one_line(tokenizer, tmp_path, capfd, monkeypatch):

@@ -416,6 +416,11 @@ def test_the_best_model_is_kept(whole, tmp_path, monkeypatch, capsys):
     assert "--keep_best eval/acuracy: " in line
 
 
+def states_of(values: dict, *names: str) -> list[dict]:
+    folder = folder_of(values) / "checkpoints"
+    return [torch.load(folder / name / "trainer_state.pt") for name in names]
+
+
 def test_the_best_value_is_that_of_the_folder(whole, tmp_path, monkeypatch):
     """Not that of the checkpoint from which a killed run goes on."""
     values = {**whole, "output_dir": str(tmp_path), "eval_every": 1, "save_every": 2}
@@ -429,8 +434,20 @@ def test_the_best_value_is_that_of_the_folder(whole, tmp_path, monkeypatch):
             shutil.rmtree(folder_of(values) / "checkpoints" / name)
         accuracies[:] = later
         run_here({**values, "resume": True})
-        best = torch.load(folder_of(values) / "checkpoints/best/trainer_state.pt")
-        assert best["step"] == 3 and not accuracies
+        best, last = states_of(values, "best", "step_4")
+        assert best["step"] == 3 and last["eval/accuracy"] == later[-1]
+
+
+def test_a_run_that_begins_again_has_no_best_model_yet(whole, tmp_path, monkeypatch):
+    values = {**whole, "output_dir": str(tmp_path), "eval_every": 1, "save_every": 0}
+    accuracies = [0.0, 0.9, 0.1, 0.2, 0.3]
+    evaluate = lambda *_: ({"eval/accuracy": accuracies.pop(0)}, [{"prompt": "1"}])
+    monkeypatch.setattr("plumbing.run.evaluation.evaluate", evaluate)
+    run_here({**values, "keep_best": "eval/accuracy"})
+    shutil.rmtree(folder_of(values) / "final")
+    accuracies[:] = [0.0, 0.1, 0.2, 0.3, 0.4]
+    run_here({**values, "keep_best": "eval/accuracy", "resume": True})
+    assert states_of(values, "best")[0]["step"] == 4
 
 
 def test_changed_flags_and_rows_are_printed(copy, tmp_path, capsys):

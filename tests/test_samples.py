@@ -363,7 +363,7 @@ def test_maxrl_refuses_a_negative_score(base, tmp_path, capfd):
     values = variant(base, tmp_path, **values, advantage_scale="maxrl")
     run_here(values)
     with pytest.raises(SystemExit):
-        run_here({**values, "reward_weights": -1.0, "run_name": "other"})
+        run_here({**values, "reward_weights": -1e-3, "run_name": "other"})
     said = capfd.readouterr().err
     assert "--advantage_scale maxrl: a score is negative, of a response to '" in said
 

@@ -325,8 +325,10 @@ class Conversations:
         if self.template.has_template:
             *before, last = row["messages"]
             messages = [*before, {**last, "content": last["content"] + added}]
-            rendering = Rendering(self.tokenizer, tools=self.schemas).of_row("", row["columns"])
-            text = rendering.prompt("", messages).text
+            rendering = Rendering(self.tokenizer, tools=self.schemas).of_row(
+                "reset", row["columns"]
+            )
+            text = rendering.prompt("reset", messages).text
         query = self.template.encode(text, special=messages is None)
         if len(query) > self.args.max_prompt_length:
             raise EnvironmentFailure(

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Iterable, Iterator, TypedDict
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from plumbing.cli import PathOrName
 from plumbing.models.config import go_offline_if_unreachable
 from utils import UserError, as_user_error, warn
 
@@ -252,7 +253,7 @@ class MixtureEntry(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     prob: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     """Weight of the data set; the sum over the list need not be 1."""
-    filepath: Annotated[str, Field(min_length=1)]
+    filepath: Annotated[PathOrName, Field(min_length=1)]
     """Any data set, with or without @split; a file relative to the folder of the list."""
 
 

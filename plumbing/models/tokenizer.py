@@ -70,15 +70,15 @@ def template_values(
     where: str, given: Any, tokenizer: PreTrainedTokenizerBase, applies_template: bool
 ) -> dict:
     """Return the values of an object, or of its JSON text, for the chat template, without nulls;
-    raise a UserError if that does not read one of them.
+    raise a UserError if that does not read one that holds something.
     """
     template = str(tokenizer.chat_template) if applies_template else ""
     with as_user_error(where):
         values = dict(json.loads(given) if isinstance(given, str) else given)
         # A table of rows has null where a row lacks a key.
         values = {key: value for key, value in values.items() if value is not None}
-        for key in values:
-            if not re.search(rf"\b{re.escape(key)}\b", template):
+        for key, value in values.items():
+            if value not in ("", [], {}) and not re.search(rf"\b{re.escape(key)}\b", template):
                 raise ValueError(f"the chat template of --model does not read {key}")
     return values
 

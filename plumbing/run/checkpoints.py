@@ -88,12 +88,13 @@ def save_checkpoint(
 
 
 def best_value(folder: str, metric: str) -> float:
-    """Return the value of --keep_best `metric` with which a run saved `checkpoints/best`; -inf if it
-    did not.
+    """Return what an evaluation gave for the model in `checkpoints/best`; -inf if there is none, or
+    if that evaluation has no such metric.
     """
     path = f"{folder}/checkpoints/best/trainer_state.pt"
-    state = torch.load(path) if os.path.exists(path) else {}
-    return state.get(metric, -torch.inf)
+    state = torch.load(path, map_location="cpu") if os.path.exists(path) else {"results": {}}
+    value = state["results"].get(metric)
+    return -torch.inf if value is None else value
 
 
 def save_final(

@@ -118,12 +118,11 @@ def unique(pairs: list[tuple]) -> dict:
 
 
 class Yaml(yaml.SafeLoader):
-    """Reads YAML with `unique` keys."""
+    """Reads YAML with `unique` keys; those of a merge (<<) may come again."""
 
-
-Yaml.add_constructor(
-    "tag:yaml.org,2002:map", lambda loader, node: unique(loader.construct_pairs(node))
-)
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        unique([(str(key.value), None) for key, _ in node.value])
+        return super().construct_mapping(node, deep)
 
 
 def set_system_prompt(args: Any) -> None:

@@ -122,8 +122,9 @@ def open_folder(origin: Origin, args: RunArgs, script: str, ranks: int, step: in
     with as_user_error(f"--run_name {os.path.basename(folder)}"):
         os.makedirs(folder, exist_ok=args.resume)
         lock(folder)
-    for unfinished in Path(folder).glob("checkpoints/.*"):
-        shutil.rmtree(unfinished)
+    of_others = [] if origin.checkpoint else Path(folder).glob("checkpoints/best")
+    for old in (*Path(folder).glob("checkpoints/.*"), *of_others):
+        shutil.rmtree(old)
     # Later steps are run again. The row of the checkpoint's step, and the samples of its evaluation,
     # are in the checkpoint and are logged again: see plumbing.run.run.Run.
     for path in Path(folder).glob("*.jsonl"):
