@@ -181,6 +181,21 @@ def test_why_a_score_gave_its_advantage():
     assert why(torch.full((4,), math.nan))
 
 
+def test_what_the_flags_say_of_clipping_and_of_the_kl(tmp_path):
+    """Of a step's only update, that nothing can be clipped, but only where that is certain."""
+    one = {"rollout_batch_size": 2, "group_size": 4, "mini_batch_size": 8, "num_epochs": 1}
+    one |= {"async_steps": 0, "kl_in": "loss", "kl_coef": 0.01, "kl_estimator": "k3"}
+    text = lambda **changed: report.page([make_group(tmp_path / "a", 1, **{**one, **changed})])[0]
+    says = "This step had 1 update"
+    assert says in text(clip_low=None) and says in text(mini_batch_size=0)
+    for changed in ({"mini_batch_size": 7}, {"num_epochs": 2}, {"async_steps": 1}, {"loss": "x"}):
+        assert (says in text(**changed)) == ("loss" in changed)
+    assert "KL: beta 0.01, k3, not in the push." in text()
+    in_reward = text(kl_in="reward")
+    assert "k3, in the advantage, and so in the push." in in_reward and says not in in_reward
+    assert ">default</td>" in text(clip_low=None) and ">default</td>" not in text()
+
+
 def test_watch_writes_the_page_until_the_run_has_ended(tmp_path, monkeypatch):
     page = tmp_path / "page.html"
     reloads = lambda: 'http-equiv="refresh"' in page.read_text()
@@ -329,11 +344,11 @@ def test_tokens(visit, tmp_path, width):
     assert classes(0) == [["down", "at"], ["down", "clipped"], ["none"], ["down"]]
     assert classes(1)[0] == ["up"] and classes(3) == [["none"]] * 4
     assert page.inner_text("#lowest") == "-0.503" and page.inner_text("#highest") == "0.503"
-    assert "blue: more likely" in page.inner_text("#scale")
+    assert "this response pushes the token down; blue: up" in page.inner_text("#scale")
     assert "4 responses of a group at step 2; mean math 0.5" in page.inner_text("#sample")
     assert counts("chosen in the list") == counts("advantage -1") == [1, 0, 0, 0]
     cards.nth(2).locator("span.up").first.hover()
-    push = "push 0.503 = advantage 1 of the whole response × weight 1 × 0.503 (1 - probability)"
+    push = "push 0.503: advantage 1 × weight 1 × (1 - probability) 0.503"
     assert page.inner_text("#number") == f'1: "4" {push}'  # 1 - exp(-0.7)
     page.click("#token summary")
     facts = page.locator("#numbers div")
@@ -348,17 +363,35 @@ def test_tokens(visit, tmp_path, width):
         "my_number 0.2",
     ]
     for i, says in (
-        (0, "without the KL"),
+        (0, "without a KL in the loss"),
         (1, "all tokens"),
-        (6, "no --async_steps, the ratio is 1"),
+        (6, "without --async_steps, the ratio is 1"),
     ):
         assert says in facts.nth(i).inner_text()
-    cards.nth(1).locator(".tokens").focus()
+    # A click keeps a token, in any colour; a second one lets go of it.
+    assert page.locator("#grey").is_visible() and page.locator("#underlined").is_visible()
+    cards.nth(1).locator("span", has_text="4").last.click()
+    cards.nth(2).locator("span.up").first.hover()
+    assert (
+        page.inner_text("#number")
+        == '1: "4" push 0: advantage 0 × weight 1 × (1 - probability) 0.503'
+    )
+    page.select_option("#colour", "weights")
+    assert page.inner_text("#number") == '1: "4" weight 1' and "at" in classes(1)[0]
+    page.select_option("#colour", "push")
+    cards.nth(1).locator(".at").click()
+    cards.nth(2).locator("span.up").first.hover()
+    assert "push 0.503" in page.inner_text("#number")
+    cards.nth(1).locator(".block span").first.click()
     for key, token in (("Home", "4"), ("ArrowRight", "+"), ("End", "=7"), ("ArrowRight", "4")):
         page.keyboard.press(key)
         assert page.inner_text(".at") == token
-    assert page.inner_text("#number").startswith('1: "4" push 0 =')
-    page.locator("#sample-list li").first.click()
+    assert page.inner_text("#number").startswith('1: "4" push 0:')
+    for key, card in (("ArrowDown", 1), ("ArrowUp", 0)):  # the list has the focus
+        page.keyboard.press(key)
+        assert "chosen in the list" in cards.first.inner_text()
+        assert page.locator("#sample-list li").nth(card).locator(":checked").count()
+    cards.first.click(position={"x": 3, "y": 3})  # the frame
     page.keyboard.press("ArrowRight")
     assert page.inner_text(".chosen .at") == "+"
     # A number of a fork, another order, the same prompt in another run, plain text.
@@ -379,11 +412,6 @@ def test_tokens(visit, tmp_path, width):
     page.select_option("#colour", "")
     assert not page.locator(".tokens").count() and page.locator("#scale").is_hidden()
     assert page.locator("#token").is_hidden()
-    # Run a has the prompt at two steps, run b at one.
-    alone = "Besides this group, the page has no response to this prompt from b."
-    assert alone not in page.inner_text("#detail")
-    page.select_option("#filter-run", "1")
-    assert alone in page.inner_text("#detail")
 
 
 def test_every_step_of_a_long_run_can_be_reached(visit, tmp_path, monkeypatch):

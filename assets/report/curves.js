@@ -44,8 +44,8 @@ function draw(card) {
     series.push(bound, bound, { spanGaps: true, stroke: ink, width: 1.8, points: { show: values.size < 25, size: 5, fill: ink } });
     data.push(...[2, 1, 0].map((part) => steps.map((step) => values.get(step)?.[part])));
   }
-  const numbers = (_, values) => values.map((x) => (x === null ? "" : format(x)));
-  const axis = { stroke: color("--muted"), grid: { stroke: color("--line") }, ticks: { show: false }, values: numbers };
+  const values = (_, numbers) => numbers.map((x) => (x === null ? "" : format(x)));
+  const axis = { stroke: color("--muted"), grid: { stroke: color("--line") }, ticks: { show: false }, values };
   const show = (step) => {
     const at = (line) => (step === null ? [...line.values.values()].at(-1) : line.values.get(step));
     const parts = all.filter(at).flatMap((line) => [dot(line.number), at(line)[3]]);

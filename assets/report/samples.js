@@ -8,6 +8,7 @@ const scoreOf = (sample) => sample[$("filter-score").value];
 const chosen = (id) => SAMPLES.find((sample) => sample.id === $(id).value);
 const alike = (sample, ...keys) => SAMPLES.filter((one) => keys.every((key) => one[key] === sample[key]));
 const nearest = (samples, step) => samples.sort((a, b) => Math.abs(a.step - step) - Math.abs(b.step - step));
+let pinned = null; // {tokens, at}: a click, a tap or a key has chosen a token, and the pointer shows no other
 
 /** Return an entry of a list of samples: a radio button that is as large as its text. */
 function entry(sample, name, oninput) {
@@ -28,10 +29,9 @@ function showList(keep = true) {
   const order = (sample) => sign * (name === "score" ? scoreOf(sample) ?? sign * Infinity : sample[name] ?? sample.response.length);
   const ofAnyStep = SAMPLES.filter(passes("run", "held_out", "stop_reason"));
   const samples = ofAnyStep.filter(passes("step")).sort((a, b) => order(a) - order(b)); // of equals the first one stays the first
-  const steps = new Set(SAMPLES.map((sample) => sample.step)).size; // of a long run, others are not in the page
-  const near = !samples.length && nearest(ofAnyStep, $("filter-step").value)[0];
-  const hint = near ? `; the nearest step with such samples is ${near.step}` : "";
-  $("sample-count").textContent = `${samples.length} of ${SAMPLES.length} samples of ${steps} steps${hint}`;
+  const [near] = samples.length ? [] : nearest(ofAnyStep, $("filter-step").value);
+  $("sample-count").textContent = `${samples.length} of ${SAMPLES.length} samples of ${new Set(SAMPLES.map((sample) => sample.step)).size} steps`;
+  if (near) $("sample-count").append(`; the nearest step with such samples is ${near.step}`);
   const list = $("sample-list");
   const item = (sample) => entry(sample, "sample", () => open(sample));
   const grow = () => list.append(...samples.slice(list.children.length, list.children.length + 300).map(item)); // all take seconds
@@ -50,34 +50,33 @@ function openStep(step, key) {
   $("filter-step").value = nearest(alike({ held_out }, "held_out"), step)[0]?.step ?? "";
   showList();
   $("samples").scrollIntoView();
-  document.querySelector("[name=sample]:checked")?.focus({ preventScroll: true });
+  $("browser").onchange(); // scrolls to it
+  focusList();
 }
 
-/** Show a sample beside another one, or beside its group: the responses to its prompt of the same step. */
-function open(sample, other) {
-  [$("selected").value, $("other").value] = [sample?.id ?? "", other?.id ?? ""];
+/** Show a sample beside another one, or beside its group: the responses to its prompt of the same step. A token may stay pinned. */
+function open(sample, other, pin = null) {
+  [$("selected").value, $("other").value, pinned] = [sample?.id ?? "", other?.id ?? "", pin];
   $("detail").hidden = !sample;
   if (!sample) return;
-  const samePrompt = nearest(alike(sample, "prompt"), sample.step);
   const group = alike(sample, "prompt", "run", "step", "held_out");
   const isGroup = !other && group.length > 1;
   const shown = [sample, ...(other ? [other] : group.filter((one) => one !== sample))];
   const known = (key) => group.map((one) => one[key]).filter(Number.isFinite);
   const scores = sample.why ? [] : SCORES.filter((key) => key !== "advantage" && known(key).length); // a reason has the mean, after penalties
-  const lacking = RUNS.filter((_, i) => samePrompt.every((one) => one.run !== i || group.includes(one))).map((run) => run.name).join(", ");
   const scale = showScale(shown);
   $("sample").replaceChildren(
     label("prompt"), div("prompt", textBlock(sample.prompt)),
     div("", sample.answer == null ? null : labelled("reference answer", String(sample.answer))),
     label(isGroup ? `${group.length} responses of a group at step ${sample.step}${scores.map((key) => `; mean ${key} ${format(mean(known(key)))}`).join("")}` : null),
     div("columns", shown.map((one) => card(one, scale, isGroup, one === sample && shown.length > 1))));
-  $("lacking").textContent = lacking && `Besides this group, the page has no response to this prompt from ${lacking}.`;
   const compare = (one) => entry(one, "other", () => open(sample, one === sample ? null : one));
-  const list = $("same-prompt");
-  if (list.contains(document.activeElement)) $("sample").lastChild.scrollIntoView({ block: "nearest" }); // a choice in it keeps its focus
-  else list.replaceChildren(...samePrompt.map(compare));
+  const hasFocus = $("same-prompt").contains(document.activeElement); // a choice in this list keeps its focus
+  if (!hasFocus) $("same-prompt").replaceChildren(...nearest(alike(sample, "prompt"), sample.step).map(compare));
   for (const x of $("browser").querySelectorAll("input")) x.checked = x.sample === (x.name === "other" && other ? other : sample);
-  $("token").hidden = !$("sample").querySelector(".tokens")?.move();
+  const places = [...$("sample").querySelectorAll(".tokens")];
+  const place = places.find(({ tokens }) => tokens === pin?.tokens) ?? places.at(other ? -1 : 0);
+  $("token").hidden = !place?.move(place.at, pin);
 }
 
 const label = (...children) => element("p", { className: "label" }, children);
@@ -96,6 +95,6 @@ function card(sample, scale, isGroup, chosen) {
   const turns = sample.turns ?? (sample.rejected_text === undefined ? null : pair);
   let body = turns?.map(({ role, name, content, tool_calls: calls }) =>
     labelled([role, name].filter(Boolean).join(" "), [content ?? "", ...(calls ?? [])].map(textOf).join("\n"), role));
-  if (scale && sample.tokens) body = drawTokens(sample.tokens, scale);
+  if (scale && sample.tokens?.texts.length) body = drawTokens(sample.tokens, scale);
   return element("div", { className: chosen ? "card chosen" : "card", id: sample.id }, div("tags", tags), body ?? textBlock(sample.response));
 }

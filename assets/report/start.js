@@ -16,18 +16,18 @@ if (SAMPLES.length) window.addEventListener("pagehide", () => { // without sampl
 
 $("curves").addEventListener("input", showCards);
 $("more").ontoggle = window.onresize = matchMedia("print").onchange = showCards;
-$("filter-step").oninput = ({ target }) => { // of an earlier click, the list may be of another kind than the step has
-  const kinds = SAMPLES.filter((sample) => String(sample.step) === target.value).map((sample) => String(sample.held_out));
-  if (!kinds.includes($("filter-held_out").value)) $("filter-held_out").value = "";
-};
+$("filter-step").oninput = () => ($("filter-held_out").value = ""); // of an earlier click on a curve, which the step may not have
 $("filters").addEventListener("input", ({ target }) => showList(target.id !== "filter-order"));
-$("colour").addEventListener("input", () => open(chosen("selected"), chosen("other")));
-$("browser").onkeydown = (event) => { // move among the tokens in focus, or those of the response that was chosen last
-  const place = event.target.closest(".tokens") ?? [...document.querySelectorAll(".tokens")].at($("other").value ? 1 : 0);
+$("colour").addEventListener("input", () => open(chosen("selected"), chosen("other"), pinned));
+const focusList = () => document.querySelector("[name=sample]:checked")?.focus({ preventScroll: true });
+$("browser").onchange = () => [...document.querySelectorAll(".tags")].at($("other").value ? -1 : 0)?.scrollIntoView({ block: "nearest" });
+$("samples").addEventListener("click", ({ target, detail }) => detail && !target.closest("label, input, select") && focusList()); // no detail: a key
+$("browser").onkeydown = (event) => { // move among the tokens; a list that has the focus moves by itself
+  const place = document.querySelector(".at")?.closest(".tokens");
   const to = { ArrowRight: place?.at + 1, ArrowLeft: place?.at - 1, Home: 0, End: -1 }[event.key];
   if (!place || to === undefined || event.altKey || event.ctrlKey || event.metaKey) return;
   event.preventDefault();
-  place.move(to)?.scrollIntoView({ block: "nearest" });
+  place.move(to, true).scrollIntoView({ block: "nearest" });
 };
 showCards();
 showList();

@@ -24,7 +24,7 @@ function showScale(samples) {
 
 /** Return the tokens of a response in blocks, which the browser lays out only where they are seen. */
 function drawTokens(tokens, scale) {
-  const place = element("div", { className: "text-block tokens", tabIndex: 0, ariaLabel: "tokens; the arrow keys move" });
+  const place = element("div", { className: "text-block tokens", tokens });
   const numbers = tokens.texts.map((_, i) => numberOf(tokens, $("colour").value, i));
   const sizes = numbers.map((x) => Math.sqrt(Math.abs(x) / scale) || 0); // a root keeps small numbers visible
   let block = null;
@@ -35,17 +35,18 @@ function drawTokens(tokens, scale) {
     const shown = text.replaceAll("\n", "↵\n") || "·"; // "·": a part of a character
     return block.appendChild(element("span", { className: kind, style: `--w: ${Math.round(75 * sizes[i])}%` }, shown));
   });
-  place.at = sizes.indexOf(sizes.reduce((largest, x) => Math.max(largest, x), 0)); // until another one is pointed at
-  place.move = (i = place.at) => {
-    if (!spans.length) return null;
+  place.at = pinned?.tokens === tokens ? pinned.at : sizes.indexOf(sizes.reduce((largest, x) => Math.max(largest, x), 0));
+  place.move = (i, pin) => {
     place.at = (i + spans.length) % spans.length;
+    pinned = pin ? { tokens, at: place.at } : null;
     $("sample").querySelector(".at")?.classList.remove("at");
     spans[place.at].classList.add("at");
     showToken(tokens, place.at);
     return spans[place.at];
   };
-  place.onfocus = () => place.move();
-  place.onmousemove = place.onclick = ({ target }) => target.localName === "span" && place.move(spans.indexOf(target)); // not by scrolling
+  const go = (span, pin) => span.localName === "span" && place.move(spans.indexOf(span), pin);
+  place.onmousemove = ({ target }) => !pinned && go(target); // not by scrolling
+  place.onclick = ({ target }) => go(target, !pinned || !target.matches(".at")); // a second click unpins
   return place;
 }
 
@@ -57,12 +58,12 @@ function showToken(tokens, i) {
     if (["clipped", "trains"].includes(name)) return of(name) ? "yes" : "no";
     if (name.endsWith("logprobs")) return `${small(of(name))} (${of(name) > -5e-4 ? "over 99.9" : format(100 * Math.exp(of(name)))}%)`;
     if (name !== "push") return small(of(name));
-    const whole = new Set(tokens.advantages.filter((x) => x !== null)).size > 1 ? "" : " of the whole response";
     const rest = small(1 - Math.exp(of("start_logprobs")));
-    return `${small(of(name))} = advantage ${small(of("advantages"))}${whole} × weight ${small(of("weights"))} × ${rest} (1 - probability)`;
+    return `${small(of(name))}: advantage ${small(of("advantages"))} × weight ${small(of("weights"))} × (1 - probability) ${rest}`;
   };
   const known = [...$("colour").options].filter((option) => !Number.isNaN(of(option.value)));
+  const unbroken = (says) => says.split(/(--\w+)/).map((part, i) => (i % 2 ? element("span", { className: "flag" }, part) : part));
   const fact = ({ text: name, value }) => `${name} ${text(value)}`;
   $("number").replaceChildren(element("b", {}, `${i + 1}: ${JSON.stringify(tokens.texts[i])} `), ...known.filter(({ selected }) => selected).map(fact));
-  $("numbers").replaceChildren(...known.map((option) => div("", element("b", {}, fact(option)), option.title.replace(/.* \|/, ":"))));
+  $("numbers").replaceChildren(...known.map((option) => div("", element("b", {}, fact(option)), unbroken(option.title.replace(/.* \|/, ":")))));
 }
