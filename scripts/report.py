@@ -141,12 +141,14 @@ def explain_advantages(group: list[dict], args: dict) -> None:
         return
     scores = [trained_score(row, args) for row in group]
     mean, std = statistics.fmean(scores), statistics.stdev(scores)
+    std = 0 if std < 1e-9 else std  # of rounding, as for `equal_scores`
     for row, score in zip(group, scores):
         advantage = row.get("advantage") or 0
         others = (len(group) * mean - score) / (len(group) - 1)
         if abs((score - mean) / (std or 1) - advantage) < 0.001:
             row["why"] = f" = (score {score:.3g} - mean {mean:.3g}) / std {std:.3g}"
-        elif abs(score - others - advantage) < 0.02:  # with --kl_in reward, the KL is a small part
+        # With --kl_in reward, the KL is a small part.
+        elif args.get("advantage") == "rloo" and abs(score - others - advantage) < 0.02:
             row["why"] = f" = score {score:.3g} - mean of the others {others:.3g}"
         if not std and "why" in row:
             row["why"] = ": equal scores, so only other terms act, such as the KL (--kl_coef)"

@@ -181,11 +181,24 @@ def test_a_folder_whose_files_differ_in_columns(ending, tmp_path, tokenizer, cap
 def test_a_folder_whose_files_are_not_all_read(other, tmp_path, capsys):
     """As datasets chooses them."""
     (tmp_path / "deep").mkdir()
-    for name in ("train.jsonl", "train-2.jsonl", other):
+    for name in ("train.jsonl", "train-2.jsonl", "config.json", "deep/.hidden.json", other):
         (tmp_path / name).write_text('{"prompt": "1"}\n')
     assert len(columns_of(tmp_path)) == 2
     warning = f"warning: {tmp_path}: 1 of 3 files are not read, such as {tmp_path / other}\n"
     assert capsys.readouterr().err == warning
+
+
+def test_a_data_set_of_the_hub_is_read_from_its_cache(tmp_path, monkeypatch):
+    """Without a network, as datasets has stored it."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    folder = tmp_path / "owner___name/default/0.0.0/abc"
+    datasets.Dataset.from_list(helpers.ROWS).save_to_disk(folder)
+    (folder / "data-00000-of-00001.arrow").rename(folder / "name-train.arrow")
+    info = json.loads((folder / "dataset_info.json").read_text())
+    info |= {"dataset_name": "name", "config_name": "default", "version": "0.0.0"}
+    info["splits"] = {"train": {"name": "train", "num_examples": len(helpers.ROWS)}}
+    (folder / "dataset_info.json").write_text(json.dumps(info))
+    assert columns_of("owner/name") == helpers.ROWS
 
 
 def test_files_of_any_content(tmp_path, capsys):

@@ -174,9 +174,10 @@ def test_why_a_score_gave_its_advantage():
         rloo.leave_one_out(scores[None]),
     )
     assert why(normalized)[::3] == [f" = (score {x} - mean 0.625) / std 0.479" for x in (0.5, 0)]
-    assert why(left_out[0])[0] == " = score 0.5 - mean of the others 0.667"
+    assert why(left_out[0], advantage="rloo")[0] == " = score 0.5 - mean of the others 0.667"
     assert why(normalized, non_stop_penalty=False) == why(normalized, group_size=8) == [None] * 4
     equal = why(torch.zeros(4), reward_weights=[0, 0])
+    assert why(left_out[0]) == [None] * 4
     assert "equal scores" in equal[0] and why(torch.ones(4), reward_weights=[0, 0]) == [None] * 4
     assert why(torch.full((4,), math.nan))
 

@@ -16,8 +16,8 @@ from conftest import ROOT
 
 SCRIPTS = {
     "grpo": 5_945,
-    "rloo": 5_100,
-    "ppo": 6_400,
+    "rloo": 5_110,
+    "ppo": 6_410,
     "distill": 3_810,
     "reward_model": 1_900,
     "utils": 3_320,
@@ -88,15 +88,15 @@ def table() -> dict[str, tuple[int, int]]:
     plumbing = [path for path in ROOT.glob("plumbing/**/*.py") if path.read_text()]
     everything = ("*.py", "plumbing/**/*.py", "extras/**/*.py", "scripts/**/*.py", "assets/**/*.py")
     rows = {
-        "Python outside tests, tokens": (tokens(*everything), 108_960),
-        "plumbing/, tokens": (tokens("plumbing/**/*.py"), 44_620),
-        "extras/, tokens": (tokens("extras/**/*.py"), 24_510),
+        "Python outside tests, tokens": (tokens(*everything), 110_170),
+        "plumbing/, tokens": (tokens("plumbing/**/*.py"), 45_380),
+        "extras/, tokens": (tokens("extras/**/*.py"), 24_575),
         "plumbing/, files": (len(plumbing), 37),
         "plumbing/, files outside of its folders": (
             sum(path.parent.name == "plumbing" for path in plumbing),
             3,
         ),
-        "tests/, tokens": (tokens("tests/**/*.py"), 156_570),
+        "tests/, tokens": (tokens("tests/**/*.py"), 159_420),
         "JavaScript of the report, lines": (lines("assets/report/*.js"), 300),
         "style and page of the report, lines": (
             lines("assets/report/*.css", "assets/report/*.html"),

@@ -11,8 +11,8 @@ are one of
     reads and has to print, each a text or a list of lines. Compared line by line, without spaces at
     the ends; a number that the expected output writes with a point may differ by 1e-6;
   - the same with "fn_name": lists of arguments, and the values that this function (or method of a
-    class Solution) has to return, compared as JSON. What JSON lacks, such as a tuple, a set
-    or a generator, counts as the list of its items; in APPS and LiveCodeBench, tuples do. A value
+    class Solution) has to return, compared as JSON. What JSON lacks, such as a tuple or a
+    generator, counts as the list of its items, but for a set; in APPS and LiveCodeBench, tuples do. A value
     may be in a list of one, as in APPS. LIBRARIES are imported, as on LeetCode.
 
 Expected outputs never enter the process of a program, and asserts do only after they have failed. A

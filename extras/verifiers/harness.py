@@ -278,12 +278,18 @@ def run_tests(tests: str) -> None:
         for call in calls
     ]
     report = run_asserts(asserts, defined) if asserts else values
-    # The program makes the list, all at once: one without an end takes its memory, not its time.
-    text = json.dumps(
-        report, default=lambda x: x.tolist() if hasattr(x, "tolist") else ask("list", x)
-    )
-    os.write(1, text.encode())
+    os.write(1, json.dumps(report, default=as_list).encode())
     os._exit(0)
+
+
+def as_list(x: Any) -> list:
+    """Return what JSON lacks as a list, for `json.dumps`; raise a TypeError for a set, whose order is
+    another one in each process, and for bytes.
+    """
+    if isinstance(x, set | frozenset | bytes | bytearray):
+        raise TypeError(f"{x!r:.80} is no list")
+    # The program makes the list, all at once: one without an end takes its memory, not its time.
+    return x.tolist() if hasattr(x, "tolist") else ask("list", x)
 
 
 def run_asserts(asserts: str, defined: set[str]) -> list | str:

@@ -4,6 +4,7 @@ import ast
 import contextlib
 import json
 import re
+import warnings
 from typing import Annotated, Any, Callable, Literal, NamedTuple, Sequence
 
 from pydantic import Field, TypeAdapter
@@ -32,13 +33,16 @@ EXCHANGES = TypeAdapter(list[tuple[str, str]])  # of Alpaca's history
 
 
 def as_messages(where: str, value: Any):
-    """Return text or messages as they are; messages may be ShareGPT's turns, and
-    text."""
+    """Return text or messages as they are; messages may be ShareGPT's turns, and their JSON or
+    Python text.
+    """
     if isinstance(value, str) and re.match(r"\s*\[\s*\{", value):
         turns = of_text(value)
         if all(isinstance(turn, dict) and {"role", "from"} & turn.keys() for turn in turns):
             value = turns
-    if isinstance(value, list) and all(isinstance(x, dict) and "from" in x for x in value):
+    if isinstance(value, list) and all(
+        isinstance(x, dict) and {"from", "value"} <= x.keys() for x in value
+    ):
         value = [read_sharegpt_turn(where, turn) for turn in value]
     return value
 
@@ -48,7 +52,10 @@ def of_text(value: Any):
     itself if it holds none, and any other value.
     """
     for read in (json.loads, ast.literal_eval):
-        with contextlib.suppress(TypeError, ValueError, SyntaxError, RecursionError, MemoryError):
+        with (
+            contextlib.suppress(TypeError, ValueError, SyntaxError, RecursionError, MemoryError),
+            warnings.catch_warnings(action="ignore"),  # of a \d in Python
+        ):
             return read(value)
     return value
 
@@ -82,16 +89,23 @@ def as_turns(exchanges: Sequence[Sequence[str]]) -> list[dict]:
 
 
 def behind(turns: list[dict], prompt: Any):
-    """Return a prompt behind other turns, unless it begins with them."""
+    """Return a prompt behind other turns."""
     if turns and isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
-    return turns + prompt if isinstance(prompt, list) and prompt[:1] != turns else prompt
+    return turns + prompt if isinstance(prompt, list) else prompt
 
 
 def with_system(row: dict, prompt: Any):
-    """Return a prompt behind the row's system turn, if it has one."""
-    turns = [{"role": "system", "content": row[x]} for x in SYSTEM if is_filled(row.get(x))]
-    return behind(turns, prompt)
+    """Return a prompt behind the text in the row's column of the system turn, unless it is messages
+    that have such a turn.
+    """
+    turns = [
+        {"role": "system", "content": row[name]}
+        for name in SYSTEM
+        if isinstance(row.get(name), str) and row[name].strip()
+    ]
+    has_turn = isinstance(prompt, list) and any(turn.get("role") == "system" for turn in prompt)
+    return prompt if has_turn else behind(turns[:1], prompt)
 
 
 def read_src_and_tgt(where: str, row: dict, src: Any) -> list[dict]:

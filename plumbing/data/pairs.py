@@ -92,7 +92,8 @@ def load_pairs(
 
 def make_pair(where: str, row: dict, rendering: Rendering) -> list[dict]:
     """Return the pair of a row, for `encode_rows`: see `load_pairs`."""
-    margin = of_text(row.get("margin") or 0.0)  # a .csv file has texts
+    margin = of_text(row.get("margin"))  # a .csv file has texts
+    margin = 0.0 if margin in (None, "") else margin
     if not is_number(margin):
         raise UserError(f"{where}: margin must be a number, not {str(margin)[:60]!r}")
     subset = None if row.get("subset") is None else str(row["subset"])

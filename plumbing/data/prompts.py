@@ -25,6 +25,7 @@ from plumbing.data.formats import (
     read_answer,
     read_prompt,
     value_at,
+    with_system,
 )
 from plumbing.data.messages import Message, is_turn_of_assistant, read_messages
 from plumbing.data.mixture import first_prompts, mix
@@ -323,7 +324,8 @@ def teacher_query(
                 f"{where}: has several turns to learn, and --teacher_prompt is one prompt"
             )
         filled, fields = re.subn(r"\{(\w[\w.]*)\}", text, prompt)
-        turns = read_messages(where, filled if fields else value(prompt))
+        given = as_messages(where, filled if fields else value(prompt))
+        turns = read_messages(where, with_system(row, given))
     if system_prompt:
         turns = [turn for turn in turns if turn.role != "system"]
     return rendering.of_row(where, row).prompt(where, rendering.dialogue(turns))

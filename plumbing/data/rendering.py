@@ -191,7 +191,7 @@ def apply_template(
 
 
 def for_template(messages: list[dict], tokenizer: PreTrainedTokenizerBase) -> list[dict]:
-    """Return messages, as `as_messages` gives them, in the form that the chat template reads, see
+    """Return messages, as `dialogue` gives them, in the form that the chat template reads, see
     `form_of_template`.
     """
     thought, as_text, as_parts = form_of_template(tokenizer, str(tokenizer.chat_template))

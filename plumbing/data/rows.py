@@ -1,11 +1,11 @@
 """Rows, as dicts, of built-in tasks (plumbing/data/tasks.py), files, folders and hub data sets."""
 
+import glob
 import hashlib
 import json
 import logging
 import os
 import re
-from pathlib import Path
 from typing import Annotated, Any, Iterable, Iterator, TypedDict
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
@@ -163,6 +163,7 @@ def read_data_set(name: str, split: str):
     "owner/name:config" on the hub.
     """
     import datasets
+    from datasets.data_files import FILES_TO_IGNORE
     from datasets.packaged_modules.csv.csv import Csv
     from datasets.packaged_modules.json.json import Json
 
@@ -181,11 +182,18 @@ def read_data_set(name: str, split: str):
             raise ValueError(f"has the splits {', '.join(saved)}, not {split!r}")
         return saved[split]
     builder = datasets.load_dataset_builder(name, config or None)
-    # Of several kinds of files the library reads one, and beside names with splits no others.
-    known = set(sum(builder.config.data_files.values(), []))
-    found = {str(path) for path in Path(name).resolve().rglob("*") if re.search(FILE, path.name)}
-    if left_out := sorted(found - known):
-        warn(f"{name}: {len(left_out)} of {len(found)} files are not read, such as {left_out[0]}")
+    if os.path.isdir(name):
+        # Of several kinds of files the library reads one, and beside names with splits no others.
+        known = set(sum(builder.config.data_files.values(), []))
+        found = {
+            os.path.join(os.path.realpath(name), path)
+            for path in glob.glob("**", root_dir=name, recursive=True)
+            if re.search(FILE, path) and os.path.basename(path) not in FILES_TO_IGNORE
+        }
+        if left_out := sorted(found - known):
+            warn(
+                f"{name}: {len(left_out)} of {len(found)} files are not read, such as {left_out[0]}"
+            )
     if isinstance(builder, (Json, Csv)) and not getattr(builder.config, "field", None):
         # Named as the library's, whose cache finds it without a network, too.
         builder = Lines(

@@ -193,11 +193,8 @@ class RewardSources:
                 from extras.reward_servers import ServerSource
 
                 SOURCES[kind] = ServerSource
-            source = SOURCES[kind](
-                name,
-                args.timeout,
-                processes.get(kind) or processes[os.path.dirname(os.path.abspath(name))],
-            )
+            shared = os.path.dirname(os.path.abspath(name)) if kind == "function" else kind
+            source = SOURCES[kind](name, args.timeout, processes[shared])
             self.loop.run(source.load())
             self.sources[name] = source
         self._try_out(rows, tokenizer, environment, getattr(args, "group_size", 1))
