@@ -107,7 +107,7 @@ def test_contexts_of_an_agent(tmp_path):
     row = {"prompt": "a", "query": [5], "answer": "b"}
     tokens, values = np.array([4, 5, 6], np.int32), np.array([1, 0, 1], np.float32)
     outputs = dict(rollout_logprobs=-values, response_mask=values, policy_steps=values)
-    outputs["turn_rewards"] = np.array([0.0, 0.0, 0.1])
+    outputs |= {"turn_rewards": np.array([0.0, 0.0, 0.1]), "turns": values}
     flags = dict(turn_rewards=True, reward=("episode",), reward_weights=(2.0,))
     (tmp_path / "args.json").write_text(json.dumps({"args": flags}))
     samples = [
