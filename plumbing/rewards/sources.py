@@ -191,10 +191,9 @@ class RewardSources:
                 continue
             if kind == "server":
                 from extras.reward_servers import ServerSource
-
-                SOURCES[kind] = ServerSource
+            make = ServerSource if kind == "server" else SOURCES[kind]
             shared = os.path.dirname(os.path.abspath(name)) if kind == "function" else kind
-            source = SOURCES[kind](name, args.timeout, processes[shared])
+            source = make(name, args.timeout, processes[shared])
             self.loop.run(source.load())
             self.sources[name] = source
         self._try_out(rows, tokenizer, environment, getattr(args, "group_size", 1))
