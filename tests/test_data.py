@@ -774,6 +774,15 @@ def test_entries_may_name_their_split(tmp_path, tokenizer, monkeypatch):
     assert sizes == {"arithmetic": 20, "arithmetic@test": 10}
 
 
+def test_an_entry_may_begin_at_home(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    helpers.write_rows(tmp_path / "rows.jsonl", helpers.ROWS)
+    (tmp_path / "lists").mkdir()
+    entries = [{"prob": 1, "filepath": "~/rows.jsonl"}]
+    path = helpers.write_rows(tmp_path / "lists/mix.json", [entries])
+    assert len(parts_of(path, tokenizer)[0][0]) == len(helpers.ROWS)
+
+
 def test_supervised_rows(tmp_path, tokenizer, capsys):
     rows = [{"prompt": "a", "completion": "b" * n} for n in (1, 2, 99)]
     file = helpers.write_rows(tmp_path / "a.jsonl", rows)

@@ -180,6 +180,9 @@ def test_why_a_score_gave_its_advantage():
     assert why(left_out[0]) == [None] * 4
     assert "equal scores" in equal[0] and why(torch.ones(4), reward_weights=[0, 0]) == [None] * 4
     assert why(torch.full((4,), math.nan))
+    group = [{"math": x, "form": 0.0, "advantage": 0.0} for x in (0.3, 0.1 + 0.2, 0.3, 0.3)]
+    report.explain_advantages(group, args | {"non_stop_penalty": False})
+    assert all("equal scores" in row["why"] for row in group)
 
 
 def test_what_the_flags_say_of_clipping_and_of_the_kl(tmp_path):

@@ -438,6 +438,17 @@ def test_the_best_value_is_that_of_the_folder(whole, tmp_path, monkeypatch):
         assert best["step"] == 3 and last["eval/accuracy"] == later[-1]
 
 
+def test_the_best_value_is_what_its_model_got(tmp_path):
+    """Also where the state has a later value of the flag's metric, or none of it."""
+    folder = tmp_path / "checkpoints/best"
+    assert checkpoints.best_value(str(tmp_path), "eval/a") == -math.inf
+    folder.mkdir(parents=True)
+    state = {"results": {"eval/a": 0.25, "eval/b": None}, "eval/a": 0.5, "eval/c": 1.0}
+    torch.save(state, folder / "trainer_state.pt")
+    values = [checkpoints.best_value(str(tmp_path), f"eval/{name}") for name in "abc"]
+    assert values == [0.25, -math.inf, -math.inf]
+
+
 def test_a_run_that_begins_again_has_no_best_model_yet(whole, tmp_path, monkeypatch):
     values = {**whole, "output_dir": str(tmp_path), "eval_every": 1, "save_every": 0}
     accuracies = [0.0, 0.9, 0.1, 0.2, 0.3]

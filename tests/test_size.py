@@ -96,7 +96,7 @@ def table() -> dict[str, tuple[int, int]]:
             sum(path.parent.name == "plumbing" for path in plumbing),
             3,
         ),
-        "tests/, tokens": (tokens("tests/**/*.py"), 159_420),
+        "tests/, tokens": (tokens("tests/**/*.py"), 159_680),
         "JavaScript of the report, lines": (lines("assets/report/*.js"), 300),
         "style and page of the report, lines": (
             lines("assets/report/*.css", "assets/report/*.html"),
